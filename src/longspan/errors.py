@@ -1,0 +1,32 @@
+"""The errors a caller may want to catch.
+
+LongspanError
+├── ConfigError        a setting, a size or a combination of them is wrong
+├── UnsupportedError   the request is understood, and is refused by name
+├── DataError          a corpus, tokenizer or weight file cannot be used
+└── RankError          a process of a distributed run failed
+
+Every message names the offending value and the fix, in one line; the command line prints it and exits with 2.
+"""
+
+__all__ = ["ConfigError", "DataError", "LongspanError", "RankError", "UnsupportedError"]
+
+
+class LongspanError(Exception):
+    """Root of the errors that Longspan raises for its caller's input."""
+
+
+class ConfigError(LongspanError):
+    """A setting, a size or a combination of them is wrong."""
+
+
+class UnsupportedError(LongspanError):
+    """A feature that is understood and refused, rather than ignored or approximated."""
+
+
+class DataError(LongspanError):
+    """A corpus, a tokenizer or a weight file cannot be used."""
+
+
+class RankError(LongspanError):
+    """A process of a distributed run failed; the message carries the first failure."""

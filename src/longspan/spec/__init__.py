@@ -1,0 +1,1 @@
+"""What a run is: frozen values that load without torch."""
