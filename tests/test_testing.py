@@ -52,7 +52,8 @@ def returns_lambda(rank: int, world: int) -> object:
 
 def mesh_is_kept(rank: int, world: int) -> bool:
     mesh = cached_mesh((2, 2), ("cp", "tp"))
-    return mesh is cached_mesh((2, 2), ("cp", "tp")) and tuple(mesh.get_coordinate()) == (rank // 2, rank % 2)
+    placed = (mesh.get_local_rank("cp"), mesh.get_local_rank("tp")) == divmod(rank, 2)
+    return placed and mesh is cached_mesh((2, 2), ("cp", "tp"))
 
 
 def draw(rank: int, world: int) -> torch.Tensor:
