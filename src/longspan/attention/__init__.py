@@ -1,0 +1,7 @@
+"""Exact attention over a sequence that several ranks share."""
+
+from longspan.attention.engine import AttentionCall, attend
+from longspan.attention.kernels import Kernel, choose_kernel
+from longspan.attention.meter import Meter
+
+__all__ = ["AttentionCall", "Kernel", "Meter", "attend", "choose_kernel"]

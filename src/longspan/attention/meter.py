@@ -1,0 +1,20 @@
+"""What attention calls really did, counted where the collective and the kernel are called."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Meter:
+    """A tally that one rank's attention calls add to.
+
+    Attributes:
+        sent_bytes: payload bytes handed to sends and collectives.
+        rounds: times that messages were posted.
+        pairs: (query, key) pairs computed in forward, for one head each.
+        wait_s: seconds the host waited for messages to arrive.
+    """
+
+    sent_bytes: int = 0
+    rounds: int = 0
+    pairs: int = 0
+    wait_s: float = 0.0
