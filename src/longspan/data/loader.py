@@ -1,0 +1,59 @@
+"""Which rows each data-parallel rank sees in each step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from longspan.data.batch import PackedBatch
+from longspan.data.packing import PackedRows
+from longspan.spec.batch import BatchPlan
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One optimizer step's data, as one data-parallel rank sees it.
+
+    Args:
+        step: number of the step, from 0.
+        micro_batches: this rank's micro-batches, in order.
+        num_targets: targets of the *whole* step, over all ranks and micro-batches: the loss's divisor.
+    """
+
+    step: int
+    micro_batches: tuple[PackedBatch, ...]
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Steps without end, from `start_step` on.
+
+    Step s consists of rows s * global_batch to (s + 1) * global_batch - 1, which `BatchPlan.samples` deals to
+    ranks and micro-batches: another layout sees the very same rows in each step. The step's number of targets
+    needs no communication: every rank works out the pieces of all rows of the step, which reads no token.
+
+    Args:
+        rows: packed rows.
+        plan: global batch, micro-batch and data-parallel degree.
+        dp_rank: this rank's place on the data-parallel axis.
+        start_step: first step that iterating gives.
+    """
+
+    rows: PackedRows
+    plan: BatchPlan
+    dp_rank: int = 0
+    start_step: int = 0
+
+    def __iter__(self) -> Iterator[StepData]:
+        """Steps from `start_step` on."""
+        return map(self.step, count(self.start_step))
+
+    def step(self, step: int) -> StepData:
+        """Data of any one step."""
+        plan, first = self.plan, step * self.plan.global_batch
+        mine = (plan.samples(step, turn, self.dp_rank) for turn in range(plan.num_microbatches))
+        return StepData(
+            step=step,
+            micro_batches=tuple(map(self.rows.batch, mine)),
+            num_targets=self.rows.num_targets(range(first, first + plan.global_batch)),
+        )
