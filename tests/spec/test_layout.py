@@ -24,7 +24,7 @@ def places(layout: Layout) -> list[dict[str, int]]:
 
 
 @given(sizes)
-def test_coordinates_round_trip_and_count_like_an_odometer(sizes: dict[str, int]) -> None:
+def test_coordinates_round_trip_and_count_like_an_odometer(sizes: dict[str, Any]) -> None:
     layout = Layout(**sizes)
     for rank, place in enumerate(places(layout)):
         coordinates = layout.coordinates(rank)
@@ -34,7 +34,7 @@ def test_coordinates_round_trip_and_count_like_an_odometer(sizes: dict[str, int]
 
 
 @given(sizes, names)
-def test_groups_are_the_ranks_that_differ_only_on_their_axes(sizes: dict[str, int], name: str) -> None:
+def test_groups_are_the_ranks_that_differ_only_on_their_axes(sizes: dict[str, Any], name: str) -> None:
     layout = Layout(**sizes)
     moving = set(COMBINED.get(name, (name,)))
     together: dict[tuple[int, ...], list[int]] = {}
@@ -44,7 +44,7 @@ def test_groups_are_the_ranks_that_differ_only_on_their_axes(sizes: dict[str, in
 
 
 @given(sizes, names)
-def test_groups_partition_the_world(sizes: dict[str, int], name: str) -> None:
+def test_groups_partition_the_world(sizes: dict[str, Any], name: str) -> None:
     layout = Layout(**sizes)
     groups = layout.groups(name)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
@@ -52,7 +52,7 @@ def test_groups_partition_the_world(sizes: dict[str, int], name: str) -> None:
 
 
 @given(sizes)
-def test_dp_cp_joins_the_dp_and_cp_groups_that_touch(sizes: dict[str, int]) -> None:
+def test_dp_cp_joins_the_dp_and_cp_groups_that_touch(sizes: dict[str, Any]) -> None:
     layout = Layout(**sizes)
     for joint in layout.groups("dp_cp"):
         rows = [group for group in layout.groups("cp") if set(group) & set(joint)]
@@ -62,7 +62,7 @@ def test_dp_cp_joins_the_dp_and_cp_groups_that_touch(sizes: dict[str, int]) -> N
 
 
 @given(sizes)
-def test_combined_coordinates_are_places_in_the_combined_groups(sizes: dict[str, int]) -> None:
+def test_combined_coordinates_are_places_in_the_combined_groups(sizes: dict[str, Any]) -> None:
     layout = Layout(**sizes)
     for name in ("dp", "cp"):
         for group in layout.groups(name):
@@ -83,7 +83,7 @@ def test_four_ranks() -> None:
 
 @given(sizes, st.integers(1, 8), st.sampled_from(["tp", "cp", "dp", "pp"]))
 def test_link_is_inter_node_when_any_pair_sits_on_two_nodes(
-    sizes: dict[str, int], node: int, name: str
+    sizes: dict[str, Any], node: int, name: str
 ) -> None:
     world = Layout(**sizes).world
     ranks_per_node = node if world % node == 0 else world

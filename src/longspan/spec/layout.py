@@ -23,7 +23,12 @@ COMBINED = {
     "cp": ("cp_outer", "cp_inner"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp_outer", "cp_inner"),
 }
-# The first half takes the whole of a combined size when neither is given.
+# What a run file and the command line may say for two axes at once.
+SHORTHANDS = {
+    "dp": "Data-parallel ranks in all; alone it sets dp_replicate.",
+    "cp": "Context-parallel ranks in all; alone it sets cp_inner.",
+}
+# The first half takes the whole of a shorthand when neither is given.
 _HALVES = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp_inner", "cp_outer")}
 
 Link = Literal["none", "intra-node", "inter-node", "unknown"]
