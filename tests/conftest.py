@@ -33,9 +33,9 @@ def seeded() -> None:
 def nondeterministic_on_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lets GPU tests use the kernels that training uses, which deterministic mode would refuse."""
     on_gpu = "gpu" in request.keywords
-    torch.use_deterministic_algorithms(not on_gpu)
+    torch.set_deterministic_debug_mode("default" if on_gpu else "error")
     yield
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

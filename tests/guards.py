@@ -10,7 +10,7 @@ import torch
 def install() -> None:
     """Poisons uninitialised memory with NaN, bans the network beyond loopback, and takes one thread."""
     # Deterministic mode is what makes torch fill the result of empty, empty_like, new_empty and resize_.
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     torch.set_num_threads(1)
     socket.socket = _LoopbackSocket
 

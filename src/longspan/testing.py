@@ -36,7 +36,15 @@ __all__ = ["cached_mesh", "run_ranks"]
 
 Result = TypeVar("Result")
 
-_PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
+# Imported once, before the ranks fork; a name that cannot be imported is passed over.
+_PRELOAD = [
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "longspan.data",
+    "longspan.model",
+    "pytest",
+    "hypothesis",
+]
 _GROUP_TIMEOUT = timedelta(seconds=30)
 # After a first failure the other ranks' reports, if any, arrive within this time.
 _GRACE_S = 0.3
@@ -150,7 +158,8 @@ class _Pool:
 
     def _collect(self, reports: dict[int, _Report], timeout_s: float) -> list[_Report]:
         """Adds to `reports` what arrives until the first ones do; nothing means that the time was up."""
-        pending = {self.connections[rank]: rank for rank in range(len(self.processes)) if rank not in reports}
+        waiting = [rank for rank in range(len(self.processes)) if rank not in reports]
+        pending: dict[Any, int] = {self.connections[rank]: rank for rank in waiting}
         arrived = []
         for connection in wait(list(pending), max(timeout_s, 0.0)) if pending else []:
             rank = pending[connection]
@@ -178,8 +187,10 @@ class _Pool:
         world = len(self.processes)
         pending = [rank for rank in range(world) if rank not in reports]
         for rank in pending:
+            pid = self.processes[rank].pid
+            assert pid is not None
             with suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGUSR1)
         time.sleep(_GRACE_S)
         error = RankError(f"ranks {pending} of {world} did not answer within {timeout_s:g} s")
         error.add_note("\n".join(f"rank {rank} was here:\n{self._trace(rank)}" for rank in pending))
