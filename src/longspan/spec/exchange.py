@@ -78,15 +78,25 @@ class Exchange:
         Raises:
             ConfigError: mask and sharding of different lengths, or an unknown transport.
         """
+        return cls._programs(mask, sharding, (rank,), transport)[0]
+
+    @classmethod
+    def build_all(cls, mask: Mask, sharding: Sharding, transport: Transport = "ring") -> "tuple[Exchange, ...]":
+        """The programs of all ranks, to compare or to draw them; raises what `build` raises."""
+        return cls._programs(mask, sharding, range(sharding.cp), transport)
+
+    @classmethod
+    def _programs(
+        cls, mask: Mask, sharding: Sharding, ranks: Iterable[int], transport: Transport
+    ) -> "tuple[Exchange, ...]":
         if mask.tokens != sharding.tokens:
             raise ConfigError(f"the mask covers {mask.tokens} tokens, the sharding {sharding.tokens}")
         if transport not in ("ring", "all_gather"):
             raise ConfigError(f"unknown transport {transport!r}; use ring or all_gather")
         needs = _Needs(mask, sharding)
         build = _ring if transport == "ring" else _all_gather
-        padded_rows, forward, backward = build(needs, rank)
-        num_rows = tuple(sharding.num_tokens(r) for r in range(sharding.cp))
-        return cls(transport, rank, num_rows, padded_rows, forward, backward)
+        num_rows = tuple(needs.num_rows)
+        return tuple(cls(transport, rank, num_rows, *build(needs, rank)) for rank in ranks)
 
     @property
     def cp(self) -> int:

@@ -1,0 +1,58 @@
+"""The gradient rule: local losses are divided by the *global* target count, so gradients are summed, never averaged.
+
+Over tp, gradients of weights that each rank applied to its own part (marked `Partial` by DTensor) are summed;
+over dp × cp, all are, because those ranks hold the same weights and other tokens.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.train.groups import Groups
+
+__all__ = ["sum_gradients"]
+
+BUCKET_BYTES = 32 * 2**20
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+    """Make every gradient the gradient of the global loss, in place.
+
+    Args:
+        parameters: plain or DTensor parameters with a gradient; the same order on every rank.
+        groups: the tp mesh is the parameters' own; dp × cp is summed over in buckets.
+    """
+    sum_over_tp(parameters := list(parameters))
+    gradients = [_local(parameter.grad) for parameter in parameters]
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        groups.add_over_dp_cp(flat)
+        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def sum_over_tp(parameters: Iterable[nn.Parameter]) -> None:
+    """Bring every DTensor gradient to the placement of its parameter; `Partial` ones are summed over tp."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to `BUCKET_BYTES` together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -1,0 +1,144 @@
+"""From a run file to everything that a run needs: model, data, layout and choices, ready to step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.attention import Kernel, Meter, choose_kernel
+from longspan.data import Batches, Corpus, PackedRows, load_corpus
+from longspan.errors import ConfigError
+from longspan.model import InitialWeights, load_hf
+from longspan.spec.choose import Choice, choose
+from longspan.spec.mask import Mask
+from longspan.spec.model import ModelSpec
+from longspan.spec.run import RunConfig
+from longspan.train.context_parallel import ContextParallel
+from longspan.train.forward import MicroBatch, ParallelModel, prepare
+from longspan.train.groups import Groups
+from longspan.train.parallelize import ModelOptions, build_model
+
+__all__ = ["Session", "StepBatches"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatches:
+    """One step's micro-batches as this rank computes them.
+
+    Attributes:
+        step: number of the step, from 0.
+        micro_batches: in order.
+        num_targets: targets of the whole step over all dp ranks.
+    """
+
+    step: int
+    micro_batches: tuple[MicroBatch, ...]
+    num_targets: int
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """A run on this rank, before its first step.
+
+    Attributes:
+        config: the run file.
+        spec: the model.
+        groups: this rank's groups.
+        corpus: tokens to train on and to evaluate on.
+        choice: sharding and transport, and why.
+        kernel: attention kernel.
+    """
+
+    config: RunConfig
+    spec: ModelSpec
+    groups: Groups
+    corpus: Corpus
+    choice: Choice
+    kernel: Kernel
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, groups: Groups, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> "Session":
+        """Read the data and make the choices; the same on every rank, without communication.
+
+        Args:
+            config: the run file.
+            groups: this rank's groups.
+            on_progress: called with (bytes read, bytes in all) while the corpus loads.
+
+        Raises:
+            LongspanError: anything that the run asks for and cannot have, in one line.
+        """
+        spec = config.model_spec()
+        groups.layout.check_model(spec)
+        kernel = choose_kernel(config.attention.kernel, groups.device, DTYPES[config.train.dtype])
+        data = config.data
+        corpus = load_corpus(
+            data.source,
+            tokenizer=data.tokenizer,
+            text_field=data.text_field,
+            eval_documents=data.eval_documents,
+            model_vocab_size=spec.vocab_size,
+            on_progress=on_progress,
+        )
+        if config.train.eval_every and not corpus.evaluation.num_documents:
+            raise ConfigError("there are no documents to evaluate on; raise data.eval_documents or set train.eval_every=0")
+        choice = _choose(config, spec, groups, corpus)
+        return cls(config, spec, groups, corpus, choice, kernel)
+
+    @property
+    def context(self) -> ContextParallel:
+        """How attention is shared."""
+        chosen = self.choice.chosen
+        return ContextParallel(self.groups.layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Source of the weights that the run starts from."""
+        folder = self.config.model.weights
+        return load_hf(folder) if folder else InitialWeights(self.spec, self.config.train.seed)
+
+    def model(self, dtype: str | None = None) -> ParallelModel:
+        """This rank's part of the model; every rank calls together.
+
+        Args:
+            dtype: instead of the run's; float64 weights come with float64, float32 ones otherwise.
+        """
+        compute = DTYPES[dtype or self.config.train.dtype]
+        options = ModelOptions(torch.promote_types(compute, torch.float32), compute, self.config.memory.recompute)
+        decoder = build_model(self.spec, self.weights(), self.groups, options)
+        return ParallelModel(decoder, self.groups, self.kernel, Meter(), self.config.train.loss_chunk)
+
+    def training_batches(self, dp_rank: int | None = None) -> Batches:
+        """Packed rows of every training step, of this or another dp rank."""
+        plan = self.config.batch_plan
+        rows = PackedRows(self.corpus.train, self.config.data.sequence, self.config.train.seed)
+        return Batches(rows, plan, self.groups.coordinate("dp") if dp_rank is None else dp_rank)
+
+    def training_step(self, step: int) -> StepBatches:
+        """One step's micro-batches, dealt and planned."""
+        data = self.training_batches().step(step)
+        windows = tuple(self.spec.window_layers)
+        micro_batches = tuple(prepare(batch, windows, self.context) for batch in data.micro_batches)
+        return StepBatches(step, micro_batches, data.num_targets)
+
+    def evaluation_step(self) -> StepBatches:
+        """The fixed held-out rows, one row a micro-batch, dealt to the dp ranks in turn; a rank may have none."""
+        rows = PackedRows(self.corpus.evaluation, self.config.data.sequence, self.config.train.seed)
+        indices = range(self.config.train.eval_rows)
+        own = indices[self.groups.coordinate("dp") :: self.groups.layout.dp]
+        windows = tuple(self.spec.window_layers)
+        micro_batches = tuple(prepare(rows.row(index), windows, self.context) for index in own)
+        return StepBatches(0, micro_batches, rows.num_targets(indices))
+
+
+def _choose(config: RunConfig, spec: ModelSpec, groups: Groups, corpus: Corpus) -> Choice:
+    rows = PackedRows(corpus.train, config.data.sequence, config.train.seed)
+    first = rows.batch(range(config.batch.micro_batch))
+    bounds = tuple(first.cu_seqlens.tolist())
+    layers = {Mask(bounds, window=window): count for window, count in spec.window_layers.items()}
+    attention = config.attention
+    return choose(attention.sharding, attention.transport, layers, first.rows, groups.layout.cp)

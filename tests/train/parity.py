@@ -1,0 +1,127 @@
+"""A tiny model run two ways: this layout's ranks, and one process with a dense mask in float64."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from longspan.attention import Meter, choose_kernel
+from longspan.data import PackedBatch
+from longspan.model import InitialWeights
+from longspan.spec.layout import Layout
+from longspan.spec.model import ModelSpec
+from longspan.train.context_parallel import ContextParallel
+from longspan.train.forward import ParallelModel, prepare
+from longspan.train.gradients import sum_gradients
+from longspan.train.groups import Groups
+from longspan.train.parallelize import ModelOptions, build_model
+from longspan.verify.reference import reference_losses
+
+MODELS = {
+    "llama": {"num_kv_heads": 4},
+    "gqa": {"num_kv_heads": 2},
+    "mqa_window": {"family": "mistral", "num_kv_heads": 1, "windows": (7, 7)},
+    "qwen2": {"family": "qwen2", "num_kv_heads": 2, "windows": (None, 5), "qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"family": "qwen3", "num_kv_heads": 2, "qk_norm": True, "head_dim": 6},
+    "biased": {"num_kv_heads": 2, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+}
+BATCHES = {
+    # lengths of the documents of each row; a row is 61 tokens, divisible by neither cp, 2·cp nor tp.
+    "crossing": [[[33, 17, 11]]],
+    "dust": [[[1, 1, 40, 1, 2, 16]]],
+    "two_rows": [[[61], [9, 30, 22]]],
+    "masked": [[[3, 2]], [[61]], [[4]]],
+}
+SEQUENCE = 61
+
+
+class Outcome(NamedTuple):
+    """Loss and gradients by name, whole and in float64."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def tiny_model(name: str) -> ModelSpec:
+    """Two layers of a family with awkward sizes: 53 tokens of vocabulary, 24 wide."""
+    sizes = {"num_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 4, "vocab_size": 53}
+    return ModelSpec(**sizes | {"initializer_range": 0.3} | MODELS[name])
+
+
+def batches(name: str, copies: int) -> list[PackedBatch]:
+    """Micro-batches of random documents, `copies` different ones of each."""
+    generator = np.random.default_rng(7)
+    return [
+        PackedBatch.from_documents(
+            [[generator.integers(0, 53, n) for n in lengths] for lengths in rows], SEQUENCE
+        )
+        for _ in range(copies)
+        for rows in BATCHES[name]
+    ]
+
+
+@cache
+def groups(layout: Layout) -> Groups:
+    """The groups of a layout, made once in each rank of the pool."""
+    return Groups.create(layout)
+
+
+def parallel_outcome(model: ParallelModel, micro_batches: list, num_targets: int) -> Outcome:
+    """Loss and summed gradients of one global step."""
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in micro_batches:
+        loss, _ = model.token_losses(micro, num_targets)
+        loss.backward()
+        total += loss.detach()
+    sum_gradients(model.parameters(), model.groups)
+    gradients = {n: whole(p.grad).double() for n, p in model.decoder.named_parameters()}
+    return Outcome(float(model.groups.add_over_dp_cp(total)), gradients)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reference_outcome(spec: ModelSpec, data: list[PackedBatch], num_targets: int) -> Outcome:
+    """The same step in one process, by definition."""
+    decoder = build_model(spec, InitialWeights(spec, 0), alone(), ModelOptions(torch.float64, torch.float64))
+    total = 0.0
+    for batch in data:
+        documents = np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens))
+        arrays = (batch.tokens_T, batch.positions_T, documents, batch.labels_T)
+        loss = reference_losses(decoder, *map(torch.from_numpy, arrays)).sum() / num_targets
+        loss.backward()
+        total += float(loss.detach())
+    return Outcome(total, {name: p.grad for name, p in decoder.named_parameters()})
+
+
+def alone() -> Groups:
+    """Groups of a single process, whatever world it is in."""
+    return Groups(Layout(), 0, "cpu", None, None, None)
+
+
+def errors(outcome: Outcome, reference: Outcome) -> tuple[float, float]:
+    """Loss error, and the worst relative gradient error by the project's error rule."""
+    largest = max(float(g.abs().max()) for g in reference.gradients.values())
+    worst = max(
+        float((outcome.gradients[name] - g).abs().max()) / max(float(g.abs().max()), 1e-6 * largest)
+        for name, g in reference.gradients.items()
+    )
+    return abs(outcome.loss - reference.loss) / abs(reference.loss), worst
+
+
+def parity_cell(rank, world, sizes, model, batch, sharding, transport, dtype=torch.float64, recompute="none"):
+    """(loss error, gradient error) of one layout against the definition."""
+    spec, layout = tiny_model(model), Layout(**sizes)
+    group = groups(layout)
+    data = batches(batch, layout.dp)
+    num_targets = sum(b.num_targets for b in data)
+    context = ContextParallel(layout.cp, group.coordinate("cp"), sharding, transport)
+    own = data[group.coordinate("dp") :: layout.dp]
+    decoder = build_model(spec, InitialWeights(spec, 0), group, ModelOptions(dtype, dtype, recompute))
+    parallel = ParallelModel(decoder, group, choose_kernel("auto", "cpu", dtype), Meter(), loss_chunk=16)
+    micro_batches = [prepare(b, tuple(spec.window_layers), context) for b in own]
+    outcome = parallel_outcome(parallel, micro_batches, num_targets)
+    return errors(outcome, reference_outcome(spec, data, num_targets)) if rank == 0 else (0.0, 0.0)
