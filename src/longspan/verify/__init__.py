@@ -1,0 +1,1 @@
+"""Runs the same batch two ways and compares; every check has a negative control."""
