@@ -55,7 +55,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def clip_and_step(parameters: list[nn.Parameter], max_norm: float) -> tuple[float, list[torch.Tensor]]:
     """The norm before clipping, and the weights after three steps whose rate changes."""
-    optimizer = build_optimizer(nn.ParameterList(parameters), SETTINGS)
+    optimizer = build_optimizer(parameters, SETTINGS)
     norm = clip_gradients(parameters, max_norm)
     for step in range(3):
         set_learning_rate(optimizer, 0.01 / (step + 1))
@@ -158,9 +158,8 @@ def test_parameters_without_gradient_count_nothing() -> None:
 
 def test_only_matrices_decay() -> None:
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer(
-        nn.ParameterList([matrix, vector]), OptimizerSection(lr=0.1, weight_decay=0.5)
-    )
+    settings = OptimizerSection(lr=0.1, weight_decay=0.5)
+    optimizer = build_optimizer([matrix, vector], settings)
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
     assert torch.equal(vector, torch.ones(2))
@@ -169,9 +168,8 @@ def test_only_matrices_decay() -> None:
 
 def test_step_equals_plain_adamw() -> None:
     ours, theirs = whole_parameters(), whole_parameters()
-    build_optimizer(
-        nn.ParameterList(ours), OptimizerSection(lr=0.01, weight_decay=0.0, beta2=0.9, eps=1e-6)
-    ).step()
+    settings = OptimizerSection(lr=0.01, weight_decay=0.0, beta2=0.9, eps=1e-6)
+    build_optimizer(ours, settings).step()
     AdamW(theirs, lr=0.01, weight_decay=0.0, betas=(0.9, 0.9), eps=1e-6).step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-15)
@@ -179,4 +177,4 @@ def test_step_equals_plain_adamw() -> None:
 
 def test_narrow_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
-        build_optimizer(nn.Linear(2, 2, dtype=torch.bfloat16), SETTINGS)
+        build_optimizer(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), SETTINGS)

@@ -15,14 +15,14 @@ from longspan.spec.run_sections import OptimizerSection
 __all__ = ["build_optimizer", "clip_gradients", "global_norm", "set_learning_rate"]
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSection) -> AdamW:
+def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSection) -> AdamW:
     """AdamW (arXiv:1711.05101) whose two moments are as wide as the weights and split like them.
 
     Matrices, embeddings among them, decay; norm weights and biases do not. The moments cost 8 bytes for each
     float32 weight that this rank holds.
 
     Args:
-        model: all its parameters are trained; plain tensors or DTensors.
+        parameters: plain or DTensor parameters.
         settings: learning rate, betas, eps and weight decay.
 
     Raises:
@@ -30,7 +30,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSection) -> AdamW:
     """
     # One fused call takes either plain tensors or DTensors, so these never share a group.
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         if torch.finfo(parameter.dtype).bits < 32:
             raise ConfigError(
                 f"AdamW needs float32 weights, got {parameter.dtype}; compute in that, keep float32"
