@@ -7,11 +7,11 @@ what any other rank sees. Everything is numpy until `shard` makes torch tensors.
 from longspan.data.batch import IGNORE, PADDING, PackedBatch
 from longspan.data.buckets import POSITION_EDGES, bucket_names, position_buckets
 from longspan.data.corpus import Corpus, CorpusReport, load_corpus
-from longspan.data.documents import STDLIB, SourceFile, find_files, read_texts
+from longspan.data.documents import STDLIB, Source, SourceFile, find_files, read_texts
 from longspan.data.loader import Batches, StepData
 from longspan.data.local import LocalBatch, shard
 from longspan.data.packing import ConcatenateAndCut, PackedRows, Packer, Pieces
-from longspan.data.store import TokenStore, unigram_entropy
+from longspan.data.store import TokenStore, document_key, unigram_entropy
 from longspan.data.tokenizer import AUTO, BYTES, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -32,11 +32,13 @@ __all__ = [
     "PackedRows",
     "Packer",
     "Pieces",
+    "Source",
     "SourceFile",
     "StepData",
     "TokenStore",
     "Tokenizer",
     "bucket_names",
+    "document_key",
     "find_files",
     "load_corpus",
     "load_tokenizer",

@@ -138,17 +138,15 @@ class PackedBatch:
         return int(np.count_nonzero(self.labels_T != IGNORE))
 
     def _freeze(self) -> None:
-        for field in fields(self)[:-1]:
-            array = getattr(self, field.name)
-            dtype = np.dtype(np.float32 if field.name == "weights_T" else np.int64)
+        for name in (field.name for field in fields(self) if field.type is np.ndarray):
+            array = getattr(self, name)
+            dtype = np.dtype(np.float32 if name == "weights_T" else np.int64)
             if array.dtype != dtype or array.ndim != 1:
-                raise DataError(
-                    f"packed batch: {field.name} is {array.ndim}-D {array.dtype}; give 1-D {dtype}"
-                )
+                raise DataError(f"packed batch: {name} is {array.ndim}-D {array.dtype}; give 1-D {dtype}")
             # A view, so that the caller's own array stays as writable as it was.
             array = array.view()
             array.flags.writeable = False
-            object.__setattr__(self, field.name, array)
+            object.__setattr__(self, name, array)
 
     def _broken_bounds(self) -> Iterator[str]:
         total, bounds = len(self.tokens_T), self.cu_seqlens

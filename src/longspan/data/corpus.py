@@ -1,15 +1,14 @@
 """From a data source to token stores for training and evaluation."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
-from longspan.data.documents import STDLIB, SourceFile, find_files, read_texts
-from longspan.data.store import TokenStore
+from longspan.data.documents import STDLIB, Source, SourceFile, find_files, read_texts
+from longspan.data.store import TokenStore, document_key
 from longspan.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from longspan.errors import DataError
 
@@ -55,7 +54,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(
-    source: str | os.PathLike | Sequence[str | os.PathLike] = STDLIB,
+    source: Source = STDLIB,
     *,
     tokenizer: str | os.PathLike | Tokenizer = BYTES,
     text_field: str = "text",
@@ -122,7 +121,7 @@ def _encode(
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             if text and len(ids):
                 encoded.documents.append(ids)
-                encoded.keys.append(_key(text))
+                encoded.keys.append(document_key(text))
             else:
                 encoded.empty += 1
         on_progress(done_bytes, total_bytes)
@@ -144,10 +143,6 @@ def _chunks(files: list[SourceFile], text_field: str) -> Iterator[tuple[list[byt
                 texts, texts_bytes = [], 0
         done_bytes = file_end
     yield texts, done_bytes
-
-
-def _key(text: bytes) -> int:
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def _check_vocabulary(store: TokenStore, tokenizer: Tokenizer, model_vocab_size: int | None) -> None:

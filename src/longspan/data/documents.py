@@ -18,6 +18,7 @@ from longspan.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Source = str | os.PathLike | Sequence[str | os.PathLike]
 STDLIB = "stdlib"
 _HIDDEN = (".",)
 # Installed packages, and files that the interpreter's build wrote: they differ from machine to machine.
@@ -45,7 +46,7 @@ class SourceFile:
             raise _unreadable(self.path, error) from error
 
 
-def find_files(source: str | os.PathLike | Sequence[str | os.PathLike]) -> list[SourceFile]:
+def find_files(source: Source) -> list[SourceFile]:
     """Files of a corpus, in the order in which their documents are numbered, none of them twice.
 
     Args:
@@ -124,7 +125,7 @@ def _walk(root: Path, skipped: tuple[str, ...]) -> list[Path]:
 def _whole_text(file: SourceFile) -> Iterator[bytes | None]:
     if file.path.suffix.lower() == ".json":
         raise DataError(
-            f"{file.path}: .json is ambiguous; rename it .jsonl (an object a line) or .txt (a text)"
+            f"{file.path}: .json may be one document or many; rename it .txt or .jsonl, or leave it out"
         )
     data = file.path.read_bytes()
     try:

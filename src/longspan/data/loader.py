@@ -6,6 +6,7 @@ from itertools import count
 
 from longspan.data.batch import PackedBatch
 from longspan.data.packing import PackedRows
+from longspan.errors import ConfigError
 from longspan.spec.batch import BatchPlan
 
 
@@ -37,12 +38,22 @@ class Batches:
         plan: global batch, micro-batch and data-parallel degree.
         dp_rank: this rank's place on the data-parallel axis.
         start_step: first step that iterating gives.
+
+    Raises:
+        ConfigError: a rank that is not on the axis.
     """
 
     rows: PackedRows
     plan: BatchPlan
     dp_rank: int = 0
     start_step: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a rank whose rows would be another step's."""
+        if not 0 <= self.dp_rank < self.plan.dp:
+            raise ConfigError(
+                f"dp_rank={self.dp_rank} is not on an axis of dp={self.plan.dp}; use one below it"
+            )
 
     def __iter__(self) -> Iterator[StepData]:
         """Steps from `start_step` on."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -37,9 +38,9 @@ class TokenStore:
     def from_documents(
         cls, documents: Sequence[np.ndarray], keys: Sequence[int] | None = None
     ) -> "TokenStore":
-        """Store of token arrays; without `keys`, a document's number is its key."""
+        """Store of token arrays; without `keys`, their tokens' `document_key`s."""
         tokens = np.concatenate(documents) if len(documents) else np.empty(0, np.uint16)
-        keys = range(len(documents)) if keys is None else keys
+        keys = [document_key(document.tobytes()) for document in documents] if keys is None else keys
         return cls(tokens, _offsets([len(document) for document in documents]), np.array(keys, np.uint64))
 
     @property
@@ -99,6 +100,11 @@ class TokenStore:
             is_eval[by_key[:1]] = True
             is_eval[by_key[-1:]] = False
         return self.select(~is_eval), self.select(is_eval)
+
+
+def document_key(content: bytes) -> int:
+    """Hash of a document, spread evenly over 64 bits and the same on every machine."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def unigram_entropy(store: TokenStore) -> float:
