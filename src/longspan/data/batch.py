@@ -114,11 +114,14 @@ class PackedBatch:
             padding = sequence - sum(map(len, row))
             if padding < 0:
                 raise DataError(f"row {index} has {-padding} tokens more than sequence={sequence}; move some")
-            filling = [padding] if padding else []
-            pieces += [*row, *(np.full(length, pad_id) for length in filling)]
-            wanted += [*weights[index], *map(np.zeros, filling)]
-            sample_ids += [*range(documents, documents + len(row)), *(PADDING for _ in filling)]
+            pieces += row
+            wanted += weights[index]
+            sample_ids += range(documents, documents + len(row))
             documents += len(row)
+            if padding:
+                pieces.append(np.full(padding, pad_id))
+                wanted.append(np.zeros(padding))
+                sample_ids.append(PADDING)
         return cls.from_pieces(
             np.concatenate(pieces),
             np.array([*map(len, pieces)]),
