@@ -86,7 +86,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def reference_outcome(spec: ModelSpec, data: list[PackedBatch], num_targets: int) -> Outcome:
     """The same step in one process, by definition."""
-    decoder = build_model(spec, InitialWeights(spec, 0), alone(), ModelOptions(torch.float64, torch.float64))
+    decoder = build_model(spec, InitialWeights(spec, 0), Groups.alone(), ModelOptions(torch.float64, torch.float64))
     total = 0.0
     for batch in data:
         documents = np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens))
@@ -95,11 +95,6 @@ def reference_outcome(spec: ModelSpec, data: list[PackedBatch], num_targets: int
         loss.backward()
         total += float(loss.detach())
     return Outcome(total, {name: p.grad for name, p in decoder.named_parameters()})
-
-
-def alone() -> Groups:
-    """Groups of a single process, whatever world it is in."""
-    return Groups(Layout(), 0, "cpu", None, None, None)
 
 
 def errors(outcome: Outcome, reference: Outcome) -> tuple[float, float]:

@@ -47,6 +47,11 @@ class Groups:
         mesh = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",)) if tp else None
         return cls(layout, rank, device, mesh, _group(layout, "cp"), _group(layout, "dp_cp"))
 
+    @classmethod
+    def alone(cls, device: str = "cpu") -> "Groups":
+        """Groups of a single process, whatever world it runs in; nothing is sent."""
+        return cls(Layout(), 0, device, None, None, None)
+
     def coordinate(self, axis: str) -> int:
         """This rank's place on an axis."""
         return self.layout.coordinates(self.rank)[axis]

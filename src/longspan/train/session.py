@@ -1,7 +1,7 @@
 """From a run file to everything that a run needs: model, data, layout and choices, ready to step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from longspan.data import Batches, Corpus, PackedRows, load_corpus
 from longspan.errors import ConfigError
 from longspan.model import InitialWeights, load_hf
 from longspan.spec.choose import Choice, choose
+from longspan.spec.layout import Layout
 from longspan.spec.mask import Mask
 from longspan.spec.model import ModelSpec
 from longspan.spec.run import RunConfig
@@ -61,19 +62,27 @@ class Session:
 
     @classmethod
     def open(
-        cls, config: RunConfig, groups: Groups, on_progress: Callable[[int, int], None] = lambda done, total: None
+        cls,
+        config: RunConfig,
+        groups: Groups,
+        *,
+        layers: int | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Session":
         """Read the data and make the choices; the same on every rank, without communication.
 
         Args:
             config: the run file.
             groups: this rank's groups.
+            layers: keep only this many layers of the model.
             on_progress: called with (bytes read, bytes in all) while the corpus loads.
 
         Raises:
             LongspanError: anything that the run asks for and cannot have, in one line.
         """
         spec = config.model_spec()
+        if layers is not None:
+            spec = spec.with_changes(num_layers=layers)
         groups.layout.check_model(spec)
         kernel = choose_kernel(config.attention.kernel, groups.device, DTYPES[config.train.dtype])
         data = config.data
@@ -89,6 +98,11 @@ class Session:
             raise ConfigError("there are no documents to evaluate on; raise data.eval_documents or set train.eval_every=0")
         choice = _choose(config, spec, groups, corpus)
         return cls(config, spec, groups, corpus, choice, kernel)
+
+    def alone(self) -> "Session":
+        """The same run as a single process would do it, whatever world this one is in."""
+        config = self.config.model_copy(update={"layout": Layout()})
+        return replace(self, config=config, groups=Groups.alone(self.groups.device))
 
     @property
     def context(self) -> ContextParallel:

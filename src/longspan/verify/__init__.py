@@ -1,1 +1,7 @@
-"""Runs the same batch two ways and compares; every check has a negative control."""
+"""Proof that a layout computes the same function as one process, and faults that the proof must catch."""
+
+from longspan.verify.command import verify
+from longspan.verify.compare import Check, ParameterError, Report
+from longspan.verify.sabotage import SABOTAGES
+
+__all__ = ["SABOTAGES", "Check", "ParameterError", "Report", "verify"]

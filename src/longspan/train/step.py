@@ -1,0 +1,62 @@
+"""One optimizer step and one evaluation over a layout."""
+
+import torch
+
+from longspan.spec.run import RunConfig
+from longspan.train.forward import ParallelModel
+from longspan.train.gradients import sum_gradients
+from longspan.train.optimizer import clip_gradients, set_learning_rate
+from longspan.train.session import StepBatches
+from longspan.train.sums import LossSums
+
+__all__ = ["evaluate", "gradients_of", "learning_rate", "update"]
+
+
+def gradients_of(model: ParallelModel, batches: StepBatches) -> LossSums:
+    """Leave in every parameter the gradient of the step's loss: Σ token loss / Σ targets over the whole step.
+
+    Args:
+        model: parameters without gradients, or gradients to be replaced.
+        batches: this rank's micro-batches and the targets of all ranks.
+
+    Returns:
+        Loss sums over all ranks.
+    """
+    sums = LossSums.zero()
+    for parameter in model.parameters():
+        parameter.grad = None
+    for micro in batches.micro_batches:
+        loss, nll_t = model.token_losses(micro, batches.num_targets)
+        loss.backward()
+        sums = sums.plus(nll_t, micro.local)
+    sum_gradients(model.parameters(), model.groups)
+    return sums.over_ranks(model.groups)
+
+
+def update(model: ParallelModel, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float) -> float:
+    """Clip by the global norm and step the optimizer; the norm before clipping is returned."""
+    norm = clip_gradients(model.parameters(), clip_norm)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    return norm
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The rate of a step, from 0; the clock counts tokens, the step's own included."""
+    seen_tokens = (step + 1) * config.tokens_per_step
+    return config.optimizer.lr * config.schedule.factor(seen_tokens, config.total_tokens)
+
+
+@torch.no_grad()
+def evaluate(model: ParallelModel, batches: StepBatches) -> LossSums:
+    """Loss sums over all ranks, normalised as in training; a rank without rows adds nothing.
+
+    Args:
+        model: left as it is.
+        batches: this rank's evaluation rows, one a micro-batch; every rank of a cp group has the same ones.
+    """
+    sums = LossSums.zero()
+    for micro in batches.micro_batches:
+        _, nll_t = model.token_losses(micro, batches.num_targets)
+        sums = sums.plus(nll_t, micro.local)
+    return sums.over_ranks(model.groups)
