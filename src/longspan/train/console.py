@@ -1,0 +1,89 @@
+"""Training as a person watches it: a table that grows by a line for each logged step, and a bar below it."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from longspan.train.metrics import StepRecord
+
+__all__ = ["StepTable"]
+
+# Header, width and content of each column; units stand in the header.
+_COLUMNS: list[tuple[str, int, Callable[[StepRecord], str]]] = [
+    ("step", 6, lambda record: str(record.step)),
+    ("loss", 8, lambda record: f"{record.loss:.4f}"),
+    ("eval loss", 9, lambda record: "" if record.eval_loss is None else f"{record.eval_loss:.4f}"),
+    ("|gradient|", 10, lambda record: f"{record.grad_norm:.3g}"),
+    ("lr", 8, lambda record: f"{record.lr:.2e}"),
+    ("tokens/s", 9, lambda record: f"{record.tokens_per_s:,.0f}"),
+    ("GFLOP/s", 8, lambda record: f"{record.useful_flops_per_s / 1e9:,.1f}"),
+    ("wait", 5, lambda record: f"{record.wait_share:.0%}"),
+    ("peak MiB", 8, lambda record: "" if record.peak_bytes is None else f"{record.peak_bytes / 2**20:,.0f}"),
+]
+
+
+class StepTable:
+    """Prints steps to stderr, or to the given console, while it is open as a context.
+
+    A terminal also gets a progress bar; anywhere else the table alone is written, so that a log stays readable.
+
+    Args:
+        total_steps: steps of the whole run, for the time that is left.
+        log_every: steps between lines; the first, the last and evaluated ones are always printed.
+        console: where to print.
+    """
+
+    def __init__(self, total_steps: int, log_every: int = 1, console: Console | None = None) -> None:
+        self._total_steps = total_steps
+        self._log_every = log_every
+        self._console = console or Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            TaskProgressColumn("{task.completed}/{task.total} steps"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=total_steps)
+        self._first: tuple[int, float] | None = None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def write(self, record: StepRecord) -> None:
+        """Show a step that has just ended."""
+        now = time.monotonic()
+        starting = self._first is None
+        if self._first is None:
+            self._first = (record.step, now)
+            self._print(*(header.rjust(width) for header, width, _ in _COLUMNS), "    left")
+        self._bar.update(self._task, completed=record.step)
+        last = record.step == self._total_steps
+        if starting or last or record.eval_loss is not None or record.step % self._log_every == 0:
+            cells = (content(record).rjust(width) for _, width, content in _COLUMNS)
+            self._print(*cells, self._left(record.step, now).rjust(8))
+
+    def _left(self, step: int, now: float) -> str:
+        """Time to the end at the pace since the first step, whose own time is left out: it includes warming up."""
+        first_step, first_time = self._first or (step, now)
+        if step == first_step:
+            return ""
+        seconds = (now - first_time) / (step - first_step) * (self._total_steps - step)
+        return str(timedelta(seconds=round(seconds)))
+
+    def _print(self, *cells: str) -> None:
+        self._console.print(" ".join(cells), markup=False, soft_wrap=True)

@@ -1,0 +1,109 @@
+"""Where step records go: a JSONL file, TensorBoard, and the terminal."""
+
+import json
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from longspan.spec.run import RunConfig
+from longspan.train.console import StepTable
+from longspan.train.metrics import StepRecord, describe_run, json_ready, run_tags
+
+__all__ = ["JsonlLog", "TensorBoardLog", "recording"]
+
+
+@contextmanager
+def recording(
+    config: RunConfig, device: torch.device, *, rank: int, quiet: bool
+) -> Generator[Callable[[StepRecord], None]]:
+    """A function that writes a step's record everywhere the run asks for; on ranks other than 0 it does nothing.
+
+    Args:
+        config: tells the folder, whether TensorBoard is wanted, and how often to print.
+        device: where this rank computes.
+        rank: global rank.
+        quiet: print nothing; the files are written all the same.
+    """
+    with ExitStack() as stack:
+        logs: list[JsonlLog | TensorBoardLog | StepTable] = []
+        if rank == 0:
+            folder, run = config.output.folder, describe_run(config, device)
+            logs.append(JsonlLog(folder / "steps.jsonl", run, run_tags(config, device)))
+            if config.output.tensorboard:
+                logs.append(TensorBoardLog(folder / "tensorboard", run))
+            if not quiet:
+                logs.append(StepTable(config.train.steps, config.train.log_every))
+        writers = [stack.enter_context(log).write for log in logs]
+
+        def write(record: StepRecord) -> None:
+            for writer in writers:
+                writer(record)
+
+        yield write
+
+
+class JsonlLog:
+    """A file with one JSON object a line: the run, then its steps. It is appended to, never overwritten.
+
+    Args:
+        path: the file; folders above it are made.
+        run: all about the run, written once with "kind": "run".
+        tags: repeated in every step's line, which has "kind": "step".
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any], tags: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._tags = tags
+        self._line({"kind": "run"} | run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, record: StepRecord) -> None:
+        """Add a step; it is on its way to the disk when this returns."""
+        self._line({"kind": "step"} | record.values() | self._tags)
+
+    def _line(self, value: dict[str, Any]) -> None:
+        self._file.write(json.dumps(json_ready(value), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+class TensorBoardLog:
+    """TensorBoard event files: every number of a record as a scalar over steps, and the run as text.
+
+    Args:
+        folder: the folder to give to `tensorboard --logdir`.
+        run: all about the run.
+    """
+
+    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+        self._writer = SummaryWriter(str(folder))
+        self._writer.add_text("run", f"```\n{json.dumps(json_ready(run), indent=2)}\n```")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+
+    def write(self, record: StepRecord) -> None:
+        """Add a step."""
+        values = record.values()
+        for bucket, loss in values.pop("loss_by_position").items():
+            self._writer.add_scalar(f"loss_by_position/{bucket}", loss, record.step)
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record.step)

@@ -1,0 +1,75 @@
+"""Files that a run leaves behind, read back."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from longspan.spec.run import RunConfig
+from longspan.spec.run_sections import OutputSection
+from longspan.train.recording import recording
+from tests.train.test_metrics import CONFIG, RECORD
+
+
+def config_in(folder: Path, tensorboard: bool = True) -> RunConfig:
+    return CONFIG.model_copy(update={"output": OutputSection(folder=folder, tensorboard=tensorboard)})
+
+
+def write(config: RunConfig, rank: int = 0, quiet: bool = True) -> None:
+    with recording(config, torch.device("cpu"), rank=rank, quiet=quiet) as record:
+        record(RECORD)
+        record(dataclasses.replace(RECORD, step=4, loss=math.nan, eval_loss=2.25))
+
+
+def test_jsonl_holds_the_run_and_every_step(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    write(config)
+    run, first, second = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert run["kind"] == "run"
+    assert run["config"] == json.loads(config.model_dump_json())
+    assert first["kind"] == "step"
+    assert (first["step"], first["loss"], first["tokens_per_s"]) == (3, 2.5, 16384)
+    assert (first["tp"], first["cp"], first["sp"], first["dtype"]) == (2, 2, True, "float32")
+    assert first["eval_loss"] is None
+    assert (second["loss"], second["eval_loss"]) == ("nan", 2.25)
+
+
+def test_jsonl_of_an_earlier_run_is_kept(tmp_path: Path) -> None:
+    write(config_in(tmp_path))
+    write(config_in(tmp_path))
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert kinds == ["run", "step", "step"] * 2
+
+
+def test_tensorboard_holds_scalars(tmp_path: Path) -> None:
+    write(config_in(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {"loss", "lr", "tokens_per_s", "wait_share", "loss_by_position/64-"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [(event.step, event.value) for event in events.Scalars("tokens_per_s")] == [(3, 16384), (4, 16384)]
+    assert [event.step for event in events.Scalars("eval_loss")] == [4]
+
+
+def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
+    write(config_in(tmp_path, tensorboard=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.jsonl"]
+
+
+def test_only_rank_0_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(config_in(tmp_path), rank=1, quiet=False)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_table_goes_to_stderr_unless_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(config_in(tmp_path), quiet=True)
+    assert capfd.readouterr() == ("", "")
+    write(config_in(tmp_path), quiet=False)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "tokens/s" in err and "16,384" in err
