@@ -71,6 +71,9 @@ def chunked_token_losses(
 def default_chunk(vocab_rows: int) -> int:
     """Tokens whose float32 logits take about 64 MiB, from 128 to 1,024.
 
+    >>> default_chunk(256), default_chunk(32_000), default_chunk(256_000)
+    (1024, 524, 128)
+
     Args:
         vocab_rows: most vocabulary rows that any rank holds, so that all ranks come to the same answer.
     """

@@ -111,7 +111,11 @@ def describe_run(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def json_ready(value: Any) -> Any:
-    """The value with numbers that JSON lacks (nan, inf) as words, so that a broken run can still be read."""
+    """The value with numbers that JSON lacks as words, so that the log of a broken run can still be read.
+
+    >>> json_ready({"loss": float("nan"), "lr": 0.001})
+    {'loss': 'nan', 'lr': 0.001}
+    """
     if isinstance(value, Mapping):
         return {key: json_ready(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
