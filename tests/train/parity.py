@@ -75,7 +75,7 @@ def parallel_outcome(model: ParallelModel, micro_batches: list, num_targets: int
         loss, _ = model.token_losses(micro, num_targets)
         loss.backward()
         total += loss.detach()
-    sum_gradients(model.parameters(), model.groups)
+    sum_gradients(model.parameters(), model.groups, model.meter)
     gradients = {n: whole(p.grad).double() for n, p in model.decoder.named_parameters()}
     return Outcome(float(model.groups.add_over_dp_cp(total)), gradients)
 

@@ -1,5 +1,8 @@
 """What attention calls really did, counted where the collective and the kernel are called."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -11,10 +14,17 @@ class Meter:
         sent_bytes: payload bytes handed to sends and collectives.
         rounds: times that messages were posted.
         pairs: (query, key) pairs computed in forward, for one head each.
-        wait_s: seconds the host waited for messages to arrive.
+        wait_s: seconds the host waited for other ranks.
     """
 
     sent_bytes: int = 0
     rounds: int = 0
     pairs: int = 0
     wait_s: float = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of the block as waiting."""
+        start = time.perf_counter()
+        yield
+        self.wait_s += time.perf_counter() - start

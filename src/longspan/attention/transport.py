@@ -3,7 +3,6 @@
 A message is one flat buffer, all K rows and then all V rows (or their gradients), so K and V never cost two messages.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -131,10 +130,9 @@ class Mover:
         return wait
 
     def _wait(self, works: list[dist.Work]) -> None:
-        start = time.perf_counter()
-        for work in works:
-            work.wait()
-        self.meter.wait_s += time.perf_counter() - start
+        with self.meter.waiting():
+            for work in works:
+                work.wait()
 
 
 def _flat(rows: list[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.attention import Meter
 from longspan.train.groups import Groups
 
 __all__ = ["sum_gradients"]
@@ -17,18 +18,20 @@ __all__ = ["sum_gradients"]
 BUCKET_BYTES = 32 * 2**20
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], groups: Groups, meter: Meter) -> None:
     """Make every gradient the gradient of the global loss, in place.
 
     Args:
         parameters: plain or DTensor parameters with a gradient; the same order on every rank.
         groups: the tp mesh is the parameters' own; dp × cp is summed over in buckets.
+        meter: tally to which the waiting is added.
     """
     sum_over_tp(parameters := list(parameters))
     gradients = [_local(parameter.grad) for parameter in parameters]
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        groups.add_over_dp_cp(flat)
+        with meter.waiting():
+            groups.add_over_dp_cp(flat)
         for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 

@@ -29,7 +29,7 @@ def gradients_of(model: ParallelModel, batches: StepBatches) -> LossSums:
         loss, nll_t = model.token_losses(micro, batches.num_targets)
         loss.backward()
         sums = sums.plus(nll_t, micro.local)
-    sum_gradients(model.parameters(), model.groups)
+    sum_gradients(model.parameters(), model.groups, model.meter)
     return sums.over_ranks(model.groups)
 
 

@@ -9,6 +9,7 @@ and are summed over tp before the optimizer sees them (see `gradients`).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,10 +114,7 @@ class _Whole(ParallelStyle):
 
 
 class _SharedHeads(ParallelStyle):
-    """K/V projections with fewer heads than ranks: several ranks use the same head.
-
-    Every rank holds the whole projection, which is small, and keeps the output of its own head.
-    """
+    """K/V projections with fewer heads than ranks: several ranks hold the whole, small weight and use one head of it."""
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
@@ -124,8 +122,17 @@ class _SharedHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
-        def own_head(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
-            heads_tKD = output.to_local(grad_placements=[Partial()])
-            return heads_tKD.unflatten(-1, (self.num_heads, -1))[:, head]
+        def own_head(tensor: DTensor | None, dtype: torch.dtype) -> Tensor | None:
+            """Rows of this rank's head; the other ranks' gradients are further summands."""
+            if tensor is None:
+                return None
+            return tensor.to_local(grad_placements=[Partial()]).unflatten(0, (self.num_heads, -1))[head].to(dtype)
 
-        return distribute_module(module, device_mesh, output_fn=own_head)
+        def project(x_tE: DTensor) -> Tensor:
+            local_tE = x_tE.to_local(grad_placements=[Partial()])
+            weight, bias = (own_head(tensor, x_tE.dtype) for tensor in (module.weight, module.bias))
+            return F.linear(local_tE, weight, bias)
+
+        module = distribute_module(module, device_mesh)
+        module.forward = project
+        return module

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.attention import engine
 from longspan.attention.transport import Held, Mover
@@ -96,17 +96,19 @@ def _labels_shifted_after_sharding(local: LocalBatch) -> LocalBatch:
 
 
 def _skip_dp_cp_sum(_: Session) -> Patch:
-    return patch.object(step, "sum_gradients", lambda parameters, _: gradients.sum_over_tp(parameters))
+    return patch.object(step, "sum_gradients", lambda parameters, *_: gradients.sum_over_tp(parameters))
 
 
 def _skip_tp_sum(_: Session) -> Patch:
+    real = gradients.sum_over_tp
+
     def take_own_part(parameters: Any) -> None:
         for parameter in parameters:
-            if isinstance(parameter.grad, DTensor):
-                local = parameter.grad.to_local()
-                parameter.grad = DTensor.from_local(
-                    local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-                )
+            if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
+                own = parameter.grad.to_local()
+                parameter.grad = DTensor.from_local(own, parameter.device_mesh, parameter.placements)
+            else:
+                real([parameter])
 
     return patch.object(gradients, "sum_over_tp", take_own_part)
 
@@ -115,8 +117,8 @@ def _average_gradients(session: Session) -> Patch:
     real = gradients.sum_gradients
     layout = session.groups.layout
 
-    def average(parameters: Any, own_groups: groups.Groups) -> None:
-        real(parameters := list(parameters), own_groups)
+    def average(parameters: Any, *rest: Any) -> None:
+        real(parameters := list(parameters), *rest)
         for parameter in parameters:
             parameter.grad.div_(layout.size("dp_cp"))
 
@@ -221,24 +223,27 @@ def _needs_moves(session: Session) -> str | None:
 
 
 def _needs_uneven_targets(session: Session) -> str | None:
-    return _uneven(session, session.training_step(0), "first step")
+    batches, ranks = session.training_step(0), session.groups.layout.size("dp_cp")
+    if ranks * len(batches.micro_batches) == 1:
+        return "there is one rank with one micro-batch: its mean is the mean"
+    return _evenly_dealt(session, batches)
 
 
 def _needs_uneven_evaluation(session: Session) -> str | None:
-    return _uneven(session, session.evaluation_step(), "evaluation")
+    if session.groups.layout.size("dp_cp") == 1:
+        return "there is one rank: its mean is the mean"
+    return _evenly_dealt(session, session.evaluation_step())
 
 
-def _uneven(session: Session, batches: StepBatches, name: str) -> str | None:
-    """Every rank holds the whole rows, so it can count the targets of all cp ranks."""
+def _evenly_dealt(session: Session, batches: StepBatches) -> str | None:
+    """Every rank holds whole rows, so it can count the targets of all cp ranks; those of other dp ranks it cannot."""
     counts = {
         int((micro.whole.labels_T[micro.attention.sharding.index(rank)] != IGNORE).sum())
         for micro in batches.micro_batches
         for rank in range(session.groups.layout.cp)
     }
-    several = session.groups.layout.size("dp_cp") * len(batches.micro_batches) > 1
-    if not several:
-        return "there is one rank with one micro-batch: its mean is the mean"
-    return None if len(counts) > 1 or session.groups.layout.dp > 1 else f"every part of the {name} has equally many targets"
+    even = len(counts) == 1 and session.groups.layout.dp == 1
+    return "every part of it has equally many targets" if even else None
 
 
 def _needs_split_documents(session: Session) -> str | None:

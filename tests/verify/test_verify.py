@@ -1,0 +1,104 @@
+"""`verify` passes on every layout and catches every sabotage that its run can show."""
+
+from pathlib import Path
+
+import pytest
+
+from longspan.errors import ConfigError
+from longspan.spec.run import RunConfig
+from longspan.testing import run_ranks
+from longspan.train.session import Session
+from longspan.verify import SABOTAGES, verify
+from tests.train.parity import groups
+from tests.verify.runs import write_run
+
+ALL_AXES = {"tp": 2, "sp": True, "cp": 2}
+
+
+def verified(rank, world, run, overrides, sabotage):
+    """The report as JSON values on rank 0."""
+    config = RunConfig.load(run, overrides)
+    try:
+        report = verify(Session.open(config, groups(config.layout)), sabotage)
+    except ConfigError as error:
+        return str(error)
+    return report.as_json() if report else None
+
+
+def verdict(run: Path, layout: dict, sabotage: str | None = None, **overrides):
+    changes = {f"layout.{axis}": size for axis, size in layout.items()} | overrides
+    world = RunConfig.load(run, changes).layout.world
+    return run_ranks(verified, world, str(run), changes, sabotage)[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+LAYOUTS = [
+    {},
+    {"tp": 2},
+    {"cp": 2},
+    {"dp": 2},
+    {"tp": 2, "sp": True},
+    ALL_AXES,
+    {"cp_outer": 2, "cp_inner": 2},
+    {"tp": 4, "sp": True, "cp": 2},
+    {"dp": 2, "tp": 2, "cp": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_passes(run, layout):
+    report = verdict(run, layout)
+    assert report["passed"], report["checks"]
+    assert report["worst_gradient_error"] <= 1e-10
+    assert report["loss_error"] <= 1e-12
+    assert all(abs(row["scale"] - 1) < 1e-8 for row in report["parameters"])
+
+
+def test_bfloat16_is_held_to_twice_one_process(run):
+    report = verdict(run, ALL_AXES, **{"train.dtype": "bfloat16"})
+    assert report["passed"], report["checks"]
+    assert any("bfloat16" in check["name"] for check in report["checks"])
+
+
+def test_recompute_passes(run):
+    assert verdict(run, ALL_AXES, **{"memory.recompute": "full"})["passed"]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_every_sabotage_is_caught(run, sabotage):
+    report = verdict(run, ALL_AXES, sabotage)
+    assert not report["passed"], f"{sabotage} was not caught: {report['checks']}"
+    assert report["sabotage"] == sabotage
+
+
+def test_wrong_sums_show_in_the_scale(run):
+    report = verdict(run, {"cp": 2}, "average-gradients")
+    assert all(row["scale"] == pytest.approx(0.5) for row in report["parameters"])
+
+
+BLIND = [
+    ("drop-bounds", {}, {"data.sequence": 8, "batch.global_batch": 1, "train.seed": 1}),
+    ("drop-window", ALL_AXES, {"model.spec.windows": [0, 0]}),
+    ("drop-window", ALL_AXES, {"model.spec.windows": [0, 4096]}),
+    ("wrong-positions", {"tp": 2}, {}),
+    ("late-label-shift", {"tp": 2}, {}),
+    ("stale-kv", {"tp": 2}, {}),
+    ("skip-cp-sum", {"tp": 2}, {}),
+    ("skip-tp-sum", {"cp": 2}, {}),
+    ("average-gradients", {"tp": 2}, {}),
+    ("mean-of-means", {}, {"batch.global_batch": 1}),
+    ("evaluation-per-rank", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "layout", "overrides"), BLIND)
+def test_a_sabotage_that_cannot_show_is_refused(run, sabotage, layout, overrides):
+    assert f"cannot show '{sabotage}'" in verdict(run, layout, sabotage, **overrides)
+
+
+def test_an_unknown_sabotage_is_refused_by_name(run):
+    assert "unknown sabotage 'gremlins'" in verdict(run, {}, "gremlins")
