@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+
+# The same examples on every run, and no deadline: a busy machine is no failure.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("steady")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

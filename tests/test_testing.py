@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,14 @@ def test_no_ranks_is_refused() -> None:
 
 def test_meshes_are_cached() -> None:
     assert run_ranks(mesh_is_kept, 4) == [True] * 4
+
+
+def test_unguarded_script_ends_with_an_error(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from longspan.testing import run_ranks\nrun_ranks(print, 2)\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert re.search(r"RankError: rank \d of 2 failed: the process died \(exit code 1\)", done.stderr)
 
 
 def test_plain_script(tmp_path) -> None:

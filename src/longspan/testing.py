@@ -197,7 +197,9 @@ class _Pool:
         return error
 
     def _trace(self, rank: int) -> str:
-        return _trace_path(self.traces.name, rank).read_text(errors="replace")
+        path = _trace_path(self.traces.name, rank)
+        # A rank that fails while it starts, such as in an unguarded script, has not made its file yet.
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def kill(self) -> None:
         for process in self.processes:
@@ -229,7 +231,7 @@ def _serve(connection: Connection, rank: int, world: int, port: int, trace_folde
         while True:
             try:
                 job = connection.recv_bytes()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 return
             connection.send_bytes(_answer(job, rank, world))
 
