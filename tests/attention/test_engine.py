@@ -33,7 +33,10 @@ def parity_cell(rank, world, documents, mask, heads, sharding, transport, kernel
     tokens, rows = sum(lengths), 2 if documents == "two_rows" else 1
     bounds = (0, *np.cumsum(lengths).tolist())
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(tokens, h, 8, generator=generator, dtype=torch.float64) for h in (num_heads, num_kv, num_kv)]
+    whole = [
+        torch.randn(tokens, h, 8, generator=generator, dtype=torch.float64)
+        for h in (num_heads, num_kv, num_kv)
+    ]
     grad = torch.randn(tokens, num_heads, 8, generator=generator, dtype=torch.float64)
     whole = [t.requires_grad_() for t in whole]
     expected = dense_attention(*whole, lengths, causal, window)
@@ -49,7 +52,9 @@ def parity_cell(rank, world, documents, mask, heads, sharding, transport, kernel
     out.backward(grad[index].to(dtype))
 
     compared = [(out, expected.detach()), *((a.grad, b.grad) for a, b in zip(local, whole, strict=True))]
-    errors = [float((a.double() - b[index]).abs().max() / b.abs().max()) if len(index) else 0.0 for a, b in compared]
+    errors = [
+        float((a.double() - b[index]).abs().max() / b.abs().max()) if len(index) else 0.0 for a, b in compared
+    ]
     row = 2 * num_kv * 8
     wide = torch.promote_types(dtype, torch.float32)
     closed = exchange.bytes_sent(row * dtype.itemsize, row * wide.itemsize)

@@ -68,8 +68,12 @@ def test_every_message_is_expected_by_its_receiver(**case):
         steps = [getattr(exchange, direction) for exchange in exchanges]
         assert len({len(own) for own in steps}) == 1
         for at_once in zip(*steps, strict=True):
-            sent = [(r, m.peer, m.what, m.source, m.rows) for r, step in enumerate(at_once) for m in step.sends]
-            got = [(m.peer, r, m.what, m.source, m.rows) for r, step in enumerate(at_once) for m in step.receives]
+            sent = [
+                (r, m.peer, m.what, m.source, m.rows) for r, step in enumerate(at_once) for m in step.sends
+            ]
+            got = [
+                (m.peer, r, m.what, m.source, m.rows) for r, step in enumerate(at_once) for m in step.receives
+            ]
             assert sorted(sent) == sorted(got)
 
 

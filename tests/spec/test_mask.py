@@ -35,7 +35,13 @@ def test_pairs_equal_a_count(lengths, causal, window):
 
 @pytest.mark.parametrize(
     ("cu_seqlens", "options"),
-    [((1, 4), {}), ((0,), {}), ((0, 4, 4), {}), ((0, 4), {"window": 0}), ((0, 4), {"causal": False, "window": 3})],
+    [
+        ((1, 4), {}),
+        ((0,), {}),
+        ((0, 4, 4), {}),
+        ((0, 4), {"window": 0}),
+        ((0, 4), {"causal": False, "window": 3}),
+    ],
 )
 def test_refusals(cu_seqlens, options):
     with pytest.raises(ConfigError):

@@ -23,7 +23,13 @@ MODELS = {
     "llama": {"num_kv_heads": 4},
     "gqa": {"num_kv_heads": 2},
     "mqa_window": {"family": "mistral", "num_kv_heads": 1, "windows": (7, 7)},
-    "qwen2": {"family": "qwen2", "num_kv_heads": 2, "windows": (None, 5), "qkv_bias": True, "tie_embeddings": True},
+    "qwen2": {
+        "family": "qwen2",
+        "num_kv_heads": 2,
+        "windows": (None, 5),
+        "qkv_bias": True,
+        "tie_embeddings": True,
+    },
     "qwen3": {"family": "qwen3", "num_kv_heads": 2, "qk_norm": True, "head_dim": 6},
     "biased": {"num_kv_heads": 2, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
 }
@@ -86,7 +92,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def reference_outcome(spec: ModelSpec, data: list[PackedBatch], num_targets: int) -> Outcome:
     """The same step in one process, by definition."""
-    decoder = build_model(spec, InitialWeights(spec, 0), Groups.alone(), ModelOptions(torch.float64, torch.float64))
+    decoder = build_model(
+        spec, InitialWeights(spec, 0), Groups.alone(), ModelOptions(torch.float64, torch.float64)
+    )
     total = 0.0
     for batch in data:
         documents = np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens))

@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 
 from longspan.testing import run_ranks
 from tests.train.parity import BATCHES, MODELS, parity_cell
@@ -28,7 +27,12 @@ LAYOUTS = {
         {"cp_inner": 8},
     ],
 }
-EXCHANGES = [("zigzag", "ring"), ("document_zigzag", "all_gather"), ("contiguous", "ring"), ("zigzag", "all_gather")]
+EXCHANGES = [
+    ("zigzag", "ring"),
+    ("document_zigzag", "all_gather"),
+    ("contiguous", "ring"),
+    ("zigzag", "all_gather"),
+]
 GRID = [
     (world, sizes, model, batch, *exchange)
     for world, layouts in LAYOUTS.items()

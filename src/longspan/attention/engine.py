@@ -142,7 +142,9 @@ def merge_into(out_nHD: Tensor, lse_nH: Tensor, part_nHD: Tensor, part_lse_nH: T
     lse_nH.copy_(merged_nH)
 
 
-def _backward(saved: tuple[Tensor, ...], grad_tHD: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    saved: tuple[Tensor, ...], grad_tHD: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor]:
     q_tHD, k_tKD, v_tKD, _, _ = saved
     wide, rank = _accumulation_dtype(q_tHD), call.exchange.rank
     dq_tHD = torch.zeros_like(q_tHD, dtype=wide)

@@ -196,7 +196,9 @@ def _additive_mask(block: Block, like: Tensor) -> Tensor | None:
     if block.shape != "band":
         return None
     visible = _visible(block, like.device)
-    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(
+        ~visible, float("-inf")
+    )
 
 
 def _batched(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

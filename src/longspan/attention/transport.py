@@ -106,7 +106,9 @@ class Mover:
         def wait() -> Arrived:
             self._wait([work])
             return {
-                ("kv", m.source, m.peer): _unpadded(gathered[m.source], m.rows, self.exchange.padded_rows, own)
+                ("kv", m.source, m.peer): _unpadded(
+                    gathered[m.source], m.rows, self.exchange.padded_rows, own
+                )
                 for m in step.receives
             }
 
@@ -115,7 +117,9 @@ class Mover:
     def _post_reduce_scatter(self, step: Step, grads: dict[int, Held]) -> Pending:
         exchange, rows = self.exchange, step.receives[0].rows
         like = next(iter(grads.values()))
-        parts = {m.source: _padded(grads[m.source].pick(m.rows), exchange.padded_rows, like) for m in step.sends}
+        parts = {
+            m.source: _padded(grads[m.source].pick(m.rows), exchange.padded_rows, like) for m in step.sends
+        }
         nothing = torch.zeros_like(next(iter(parts.values())))
         outgoing = torch.stack([parts.get(source, nothing) for source in range(exchange.cp)])
         summed = torch.empty_like(nothing)

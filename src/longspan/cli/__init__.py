@@ -12,7 +12,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from longspan import __version__
 from longspan.cli import explain
+from longspan.cli.demo import demo
 from longspan.cli.groups import groups
+from longspan.cli.train import train
+from longspan.cli.verify import verify
 from longspan.errors import LongspanError
 
 __all__ = ["main"]
@@ -42,6 +45,9 @@ def _app() -> App:
         help="Plan, train, measure and verify transformers on sequences too long for one device.",
         default_parameter=Parameter(negative=()),
     )
+    app.command(demo)
+    app.command(train)
+    app.command(verify)
     app.command(groups)
     app.command(topics := App(name="explain", help="Say what a run file means, before it runs."))
     topics.command(explain.layout)

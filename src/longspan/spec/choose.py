@@ -47,9 +47,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
 
 
-def choose(
-    sharding: str, transport: str, layers: Mapping[Mask, int], rows: int, cp: int
-) -> Choice:
+def choose(sharding: str, transport: str, layers: Mapping[Mask, int], rows: int, cp: int) -> Choice:
     """Choose sharding and transport where the run says "auto"; otherwise take what it says.
 
     Args:
@@ -68,7 +66,9 @@ def choose(
     return Choice(chosen, _reason(chosen, candidates, cp), candidates)
 
 
-def _candidate(sharding: str, transport: Transport, layers: Mapping[Mask, int], rows: int, cp: int) -> Candidate:
+def _candidate(
+    sharding: str, transport: Transport, layers: Mapping[Mask, int], rows: int, cp: int
+) -> Candidate:
     pairs, sent, rounds = [0] * cp, [0] * cp, [0] * cp
     for mask, count in layers.items():
         for program in Exchange.build_all(mask, deal(sharding, mask.cu_seqlens, rows, cp), transport):
@@ -81,7 +81,7 @@ def _candidate(sharding: str, transport: Transport, layers: Mapping[Mask, int], 
 def _reason(chosen: Candidate, candidates: tuple[Candidate, ...], cp: int) -> str:
     if cp == 1:
         return "cp is 1: nothing is shared"
-    figures = f"pairs of the busiest rank {chosen.imbalance:.2f} × the mean, {chosen.rows_sent:,} K/V rows sent a step"
+    figures = f"pairs of the busiest rank {chosen.imbalance:.2f} × the mean, {chosen.rows_sent:,} K/V rows sent a micro-batch"
     if len(candidates) == 1:
         return f"as the run file says; {figures}"
     return f"most even of {len(candidates)}, then fewest rows and rounds: {figures}"

@@ -81,7 +81,9 @@ class Exchange:
         return cls._programs(mask, sharding, (rank,), transport)[0]
 
     @classmethod
-    def build_all(cls, mask: Mask, sharding: Sharding, transport: Transport = "ring") -> "tuple[Exchange, ...]":
+    def build_all(
+        cls, mask: Mask, sharding: Sharding, transport: Transport = "ring"
+    ) -> "tuple[Exchange, ...]":
         """The programs of all ranks, to compare or to draw them; raises what `build` raises."""
         return cls._programs(mask, sharding, range(sharding.cp), transport)
 
@@ -138,7 +140,9 @@ class _Needs:
         self.mask, self.cp = mask, sharding.cp
         self.pieces = [_pieces_by_document(mask, segments) for segments in sharding.segments]
         self.num_rows = [sharding.num_tokens(rank) for rank in range(self.cp)]
-        self._rows = [[self._rows_needed(rank, source) for source in range(self.cp)] for rank in range(self.cp)]
+        self._rows = [
+            [self._rows_needed(rank, source) for source in range(self.cp)] for rank in range(self.cp)
+        ]
 
     def everything(self, source: int) -> Ranges:
         """All rows of a source."""
@@ -160,7 +164,9 @@ class _Needs:
                 continue
             seen = union(self.mask.key_range(document, start, stop) for start, stop, _ in queries)
             for start, stop, row in keys:
-                needed += [(a - start + row, b - start + row) for a, b in intersection(seen, ((start, stop),))]
+                needed += [
+                    (a - start + row, b - start + row) for a, b in intersection(seen, ((start, stop),))
+                ]
         return union(needed)
 
     def work(self, rank: int, source: int, held: Ranges) -> Work:

@@ -64,7 +64,8 @@ def plan_attention(
     sharding = deal(context.sharding, bounds, batch.rows, context.cp)
     masks = {window: Mask(bounds, window=window) for window in windows}
     exchanges = {
-        window: Exchange.build(mask, sharding, context.rank, context.transport) for window, mask in masks.items()
+        window: Exchange.build(mask, sharding, context.rank, context.transport)
+        for window, mask in masks.items()
     }
     return AttentionPlan(sharding, masks, exchanges)
 

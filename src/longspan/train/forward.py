@@ -70,7 +70,9 @@ class ParallelModel:
             A scalar whose sum over dp × cp and micro-batches is the loss of the step, and token losses [t], detached.
         """
         decoder, local, device = self.decoder, micro.local, self.groups.device
-        rope = rotary(decoder.spec.rope, local.positions_t.to(device), decoder.spec.head_dim, decoder.compute_dtype)
+        rope = rotary(
+            decoder.spec.rope, local.positions_t.to(device), decoder.spec.head_dim, decoder.compute_dtype
+        )
         attend = bind_attention(micro.attention, self.groups.cp, self.kernel, self.meter)
         hidden_tE = local_hidden(decoder(local.tokens_t.to(device), rope, attend))
         weight_vE, vocab_start = self._output_rows()

@@ -41,7 +41,9 @@ class Groups:
         """
         running = dist.get_world_size() if dist.is_initialized() else 1
         if layout.world != running:
-            raise ConfigError(f"the layout needs {layout.world} ranks, {running} are running; start {layout.world}")
+            raise ConfigError(
+                f"the layout needs {layout.world} ranks, {running} are running; start {layout.world}"
+            )
         rank = dist.get_rank() if dist.is_initialized() else 0
         tp = _group(layout, "tp")
         mesh = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",)) if tp else None

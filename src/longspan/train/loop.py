@@ -64,7 +64,9 @@ def train(session: Session, *, quiet: bool = False) -> TrainResult:
     start = time.monotonic()
     loop = _Loop.begin(session)
     records: list[StepRecord] = []
-    with recording(session.config, torch.device(session.groups.device), rank=session.groups.rank, quiet=quiet) as write:
+    with recording(
+        session.config, torch.device(session.groups.device), rank=session.groups.rank, quiet=quiet
+    ) as write:
         for batches in _prepared_ahead(session):
             record = loop.step(batches)
             write(record)
@@ -114,7 +116,9 @@ class _Loop:
         seconds = time.perf_counter() - start
         _refuse_nonfinite(number, sums.mean, norm)
         flops = _flops(self.session, batches)
-        due = config.train.eval_every and (number % config.train.eval_every == 0 or number == config.train.steps)
+        due = config.train.eval_every and (
+            number % config.train.eval_every == 0 or number == config.train.steps
+        )
         return StepRecord(
             step=number,
             loss=sums.mean,
@@ -136,7 +140,7 @@ class _Loop:
             eval_loss=self.evaluation().mean if due else None,
         )
 
-    def _memory(self, number: int):  # noqa: ANN202
+    def _memory(self, number: int):
         device = torch.device(self.session.groups.device)
         if device.type == "cpu" and number > CENSUS_STEPS:
             return nullcontext()
@@ -154,10 +158,14 @@ def _refuse_nonfinite(step: int, loss: float, norm: float) -> None:
 def _flops(session: Session, batches: StepBatches) -> StepFlops:
     """FLOPs of the whole step over all ranks, from exact attention pairs."""
     windows = list(session.spec.window_layers)
-    pairs = [sum(micro.attention.masks[window].pairs() for micro in batches.micro_batches) for window in windows]
+    pairs = [
+        sum(micro.attention.masks[window].pairs() for micro in batches.micro_batches) for window in windows
+    ]
     # Every cp rank knows the pairs of whole rows, so the sum over dp × cp counts them cp times.
     layout = session.groups.layout
-    total = session.groups.add_over_dp_cp(torch.tensor(pairs, dtype=torch.float64, device=session.groups.device))
+    total = session.groups.add_over_dp_cp(
+        torch.tensor(pairs, dtype=torch.float64, device=session.groups.device)
+    )
     return step_flops(
         session.spec,
         session.config.tokens_per_step,

@@ -22,7 +22,7 @@ from longspan.spec.model import ModelSpec
 from longspan.train.groups import Groups
 from longspan.train.tensor_parallel import apply_tensor_parallel
 
-__all__ = ["ModelOptions", "build_model"]
+__all__ = ["ModelOptions", "build_model", "refuse_unbuilt_axes"]
 
 
 @dataclass(frozen=True)
@@ -77,4 +77,6 @@ def refuse_unbuilt_axes(layout: Layout) -> None:
     """Raise UnsupportedError for axes that a run would otherwise ignore."""
     for axis in ("pp", "vpp", "dp_shard"):
         if getattr(layout, axis) > 1:
-            raise UnsupportedError(f"training with {axis}={getattr(layout, axis)} is not supported; use {axis}=1")
+            raise UnsupportedError(
+                f"training with {axis}={getattr(layout, axis)} is not supported; use {axis}=1"
+            )

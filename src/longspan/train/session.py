@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention import Kernel, Meter, choose_kernel
-from longspan.data import Batches, Corpus, PackedRows, load_corpus
-from longspan.errors import ConfigError
+from longspan.data import Batches, Corpus, PackedRows, find_files, load_corpus
+from longspan.errors import ConfigError, UnsupportedError
 from longspan.model import InitialWeights, load_hf
 from longspan.spec.choose import Choice, choose
 from longspan.spec.layout import Layout
@@ -18,9 +18,9 @@ from longspan.spec.run import RunConfig
 from longspan.train.context_parallel import ContextParallel
 from longspan.train.forward import MicroBatch, ParallelModel, prepare
 from longspan.train.groups import Groups
-from longspan.train.parallelize import ModelOptions, build_model
+from longspan.train.parallelize import ModelOptions, build_model, refuse_unbuilt_axes
 
-__all__ = ["Session", "StepBatches"]
+__all__ = ["Session", "StepBatches", "check_trainable"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -80,10 +80,9 @@ class Session:
         Raises:
             LongspanError: anything that the run asks for and cannot have, in one line.
         """
-        spec = config.model_spec()
+        spec = check_trainable(config)
         if layers is not None:
             spec = spec.with_changes(num_layers=layers)
-        groups.layout.check_model(spec)
         kernel = choose_kernel(config.attention.kernel, groups.device, DTYPES[config.train.dtype])
         data = config.data
         corpus = load_corpus(
@@ -95,7 +94,9 @@ class Session:
             on_progress=on_progress,
         )
         if config.train.eval_every and not corpus.evaluation.num_documents:
-            raise ConfigError("there are no documents to evaluate on; raise data.eval_documents or set train.eval_every=0")
+            raise ConfigError(
+                "there are no documents to evaluate on; raise data.eval_documents or set train.eval_every=0"
+            )
         choice = _choose(config, spec, groups, corpus)
         return cls(config, spec, groups, corpus, choice, kernel)
 
@@ -108,7 +109,9 @@ class Session:
     def context(self) -> ContextParallel:
         """How attention is shared."""
         chosen = self.choice.chosen
-        return ContextParallel(self.groups.layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport)
+        return ContextParallel(
+            self.groups.layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport
+        )
 
     def weights(self) -> Mapping[str, Tensor]:
         """Source of the weights that the run starts from."""
@@ -122,7 +125,9 @@ class Session:
             dtype: instead of the run's; float64 weights come with float64, float32 ones otherwise.
         """
         compute = DTYPES[dtype or self.config.train.dtype]
-        options = ModelOptions(torch.promote_types(compute, torch.float32), compute, self.config.memory.recompute)
+        options = ModelOptions(
+            torch.promote_types(compute, torch.float32), compute, self.config.memory.recompute
+        )
         decoder = build_model(self.spec, self.weights(), self.groups, options)
         return ParallelModel(decoder, self.groups, self.kernel, Meter(), self.config.train.loss_chunk)
 
@@ -147,6 +152,23 @@ class Session:
         windows = tuple(self.spec.window_layers)
         micro_batches = tuple(prepare(rows.row(index), windows, self.context) for index in own)
         return StepBatches(0, micro_batches, rows.num_targets(indices))
+
+
+def check_trainable(config: RunConfig) -> ModelSpec:
+    """The run's model, after cheap checks of everything that can be refused without starting ranks or reading data.
+
+    Raises:
+        UnsupportedError: a model or an axis that training does not carry out.
+        DataError: a data source that is not there.
+        ConfigError: heads or rows that the layout cannot deal out.
+    """
+    spec = config.model_spec()
+    if reason := spec.refusal():
+        raise UnsupportedError(reason)
+    refuse_unbuilt_axes(config.layout)
+    _ = config.batch_plan
+    find_files(config.data.source)
+    return spec
 
 
 def _choose(config: RunConfig, spec: ModelSpec, groups: Groups, corpus: Corpus) -> Choice:

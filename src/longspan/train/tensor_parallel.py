@@ -126,7 +126,11 @@ class _SharedHeads(ParallelStyle):
             """Rows of this rank's head; the other ranks' gradients are further summands."""
             if tensor is None:
                 return None
-            return tensor.to_local(grad_placements=[Partial()]).unflatten(0, (self.num_heads, -1))[head].to(dtype)
+            return (
+                tensor.to_local(grad_placements=[Partial()])
+                .unflatten(0, (self.num_heads, -1))[head]
+                .to(dtype)
+            )
 
         def project(x_tE: DTensor) -> Tensor:
             local_tE = x_tE.to_local(grad_placements=[Partial()])

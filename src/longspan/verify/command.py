@@ -121,5 +121,6 @@ def _narrow_checks(dtype: str, reference: Outcome, run: Outcome, solo: Outcome) 
         ),
     }
     return [
-        Check(f"{name}, {dtype}", error, NARROW_FACTOR * max(alone, smallest)) for name, (error, alone) in pairs.items()
+        Check(f"{name}, {dtype}", error, NARROW_FACTOR * max(alone, smallest))
+        for name, (error, alone) in pairs.items()
     ]

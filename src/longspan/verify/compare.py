@@ -88,7 +88,8 @@ class Report:
             "worst_gradient_error": _finite(errors["gradients, float64"]),
             "loss_error": _finite(errors["loss, float64"]),
             "checks": [
-                {"name": c.name, "error": _finite(c.error), "bound": c.bound, "passed": c.passed} for c in self.checks
+                {"name": c.name, "error": _finite(c.error), "bound": c.bound, "passed": c.passed}
+                for c in self.checks
             ],
             "parameters": [{k: _finite(v) for k, v in asdict(row).items()} for row in self.parameters],
             "sabotage": self.sabotage,
@@ -114,11 +115,16 @@ def parameter_errors(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -
     if tensors.keys() != reference.keys():
         raise KeyError(f"only one run has {sorted(tensors.keys() ^ reference.keys())}")
     largest = max(float(tensor.abs().max()) for tensor in reference.values())
-    rows = (_error(name, tensors[name], expected, SMALLEST_SCALE * largest) for name, expected in reference.items())
+    rows = (
+        _error(name, tensors[name], expected, SMALLEST_SCALE * largest)
+        for name, expected in reference.items()
+    )
     return tuple(sorted(rows, key=lambda row: -math.inf if math.isnan(row.error) else -row.error))
 
 
 def _error(name: str, tensor: Tensor, reference: Tensor, smallest: float) -> ParameterError:
     difference = float((tensor - reference).abs().max())
-    scale = float(tensor.norm() / reference.norm()) if reference.any() else float(torch.equal(tensor, reference))
+    scale = (
+        float(tensor.norm() / reference.norm()) if reference.any() else float(torch.equal(tensor, reference))
+    )
     return ParameterError(name, difference / max(float(reference.abs().max()), smallest), scale)

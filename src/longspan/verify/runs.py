@@ -56,7 +56,9 @@ def definition_run(session: Session) -> Outcome:
         losses.append(_definition_step(decoder, session.training_step(step)))
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in decoder.named_parameters()}
-        _definition_update(decoder, optimizer, learning_rate(session.config, step), session.config.optimizer.clip_norm)
+        _definition_update(
+            decoder, optimizer, learning_rate(session.config, step), session.config.optimizer.clip_norm
+        )
     targets = session.evaluation_step().num_targets
     return Outcome(losses[0], gradients, evaluation / targets, dict(_doubles(full_tensors(decoder))))
 
@@ -70,7 +72,9 @@ def _definition_step(decoder: Decoder, batches: StepBatches) -> float:
     return total
 
 
-def _definition_update(decoder: Decoder, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float) -> None:
+def _definition_update(
+    decoder: Decoder, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
+) -> None:
     norm = float(torch.cat([p.grad.flatten() for p in decoder.parameters()]).norm())
     if 0 < clip_norm < norm:
         for parameter in decoder.parameters():

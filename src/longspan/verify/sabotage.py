@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.attention import engine
@@ -193,15 +192,23 @@ def _needs_dp_cp(session: Session) -> str | None:
 
 def _needs_packing(session: Session) -> str | None:
     packed = any(len(batch.sample_ids) > batch.rows for batch in _first_wholes(session))
-    return None if packed else "every row of the first step holds one document, so its bounds are those of the row"
+    return (
+        None
+        if packed
+        else "every row of the first step holds one document, so its bounds are those of the row"
+    )
 
 
 def _needs_window(session: Session) -> str | None:
     windows = [window for window in session.spec.windows if window is not None]
-    longest = max(int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max()) for batch in _first_wholes(session))
+    longest = max(
+        int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max()) for batch in _first_wholes(session)
+    )
     if not windows:
         return "the model has no attention window"
-    return None if min(windows) < longest else f"no document is longer than the window of {min(windows)} tokens"
+    return (
+        None if min(windows) < longest else f"no document is longer than the window of {min(windows)} tokens"
+    )
 
 
 def _needs_partial(session: Session) -> str | None:
@@ -277,11 +284,16 @@ _ALL = (
     Sabotage("causal-offset", "the causal border is one block late", _causal_block_too_far, _never),
     Sabotage("stale-kv", "a rank attends to its own K/V instead of those received", _stale, _needs_moves),
     Sabotage("skip-cp-sum", "weight gradients are not summed over dp × cp", _skip_dp_cp_sum, _needs_dp_cp),
-    Sabotage("skip-tp-sum", "gradients of shared weights are not summed over tp", _skip_tp_sum, _needs_partial),
+    Sabotage(
+        "skip-tp-sum", "gradients of shared weights are not summed over tp", _skip_tp_sum, _needs_partial
+    ),
     Sabotage("average-gradients", "gradients are averaged over dp × cp", _average_gradients, _needs_dp_cp),
     Sabotage("mean-of-means", "the loss is a mean of per-rank means", _mean_of_means, _needs_uneven_targets),
     Sabotage(
-        "evaluation-per-rank", "evaluation averages per-rank means", _evaluation_averaged_per_rank, _needs_uneven_evaluation
+        "evaluation-per-rank",
+        "evaluation averages per-rank means",
+        _evaluation_averaged_per_rank,
+        _needs_uneven_evaluation,
     ),
 )
 
