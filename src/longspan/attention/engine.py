@@ -11,11 +11,12 @@ Known shortfalls: softmax attention with a scale only (no softcap, sinks or drop
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from longspan.attention.kernels import Kernel
 from longspan.attention.meter import Meter
@@ -78,7 +79,7 @@ def _check(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, call: AttentionCall) -> 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = _forward(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -87,7 +88,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         return *_backward(ctx.saved_tensors, grad_out.contiguous(), ctx.call), None
 
 

@@ -59,7 +59,8 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         if block.shape == "anticausal":
-            return _flipped(self.forward(*_flipped((q_nHD, k_mKD, v_mKD)), _causal(block), scale))
+            out, lse = self.forward(q_nHD.flip(0), k_mKD.flip(0), v_mKD.flip(0), _causal(block), scale)
+            return out.flip(0), lse.flip(0)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *_batched((q_nHD, k_mKD, v_mKD)),
             0.0,
@@ -74,16 +75,17 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         if block.shape == "anticausal":
-            (grad,) = _flipped((grad_nHD,))
-            return _flipped(self.backward(_flipped(saved), grad, _causal(block), scale))
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            flipped = tuple(t.flip(0) for t in saved)
+            dq, dk, dv = self.backward(flipped, grad_nHD.flip(0), _causal(block), scale)
+            return dq.flip(0), dk.flip(0), dv.flip(0)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_batched((grad_nHD, *saved)),
             0.0,
             block.shape == "causal",
             attn_mask=_additive_mask(block, saved[0]),
             scale=scale,
         )
-        return tuple(grad[0].transpose(0, 1) for grad in grads)
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
 class CudaFlash:
@@ -108,7 +110,8 @@ class CudaFlash:
         if block.shape == "band":
             return Reference().forward(q_nHD, k_mKD, v_mKD, block, scale)
         if block.shape == "anticausal":
-            return _flipped(self.forward(*_flipped((q_nHD, k_mKD, v_mKD)), _causal(block), scale))
+            out, lse = self.forward(q_nHD.flip(0), k_mKD.flip(0), v_mKD.flip(0), _causal(block), scale)
+            return out.flip(0), lse.flip(0)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q_nHD[None], k_mKD[None], v_mKD[None], None, None, len(q_nHD), len(k_mKD),
             0.0, block.shape == "causal", False, scale=scale,
@@ -122,8 +125,9 @@ class CudaFlash:
         if block.shape == "band":
             return Reference().backward(saved, grad_nHD, block, scale)
         if block.shape == "anticausal":
-            (grad,) = _flipped((grad_nHD,))
-            return _flipped(self.backward(_flipped(saved), grad, _causal(block), scale))
+            flipped = tuple(t.flip(0) for t in saved)
+            dq, dk, dv = self.backward(flipped, grad_nHD.flip(0), _causal(block), scale)
+            return dq.flip(0), dk.flip(0), dv.flip(0)
         q, k, v, out, lse_nH = saved
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -206,12 +210,8 @@ def _batched(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.transpose(0, 1)[None] for t in tensors)
 
 
-def _flipped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Reverse the order of rows: an anticausal square becomes a causal one."""
-    return tuple(t.flip(0) for t in tensors)
-
-
 def _causal(block: Block) -> Block:
+    """An anticausal square with the order of its rows reversed."""
     return block._replace(shape="causal")
 
 

@@ -1,7 +1,7 @@
 """What attention calls really did, counted where the collective and the kernel are called."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Meter:
     wait_s: float = 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None]:
         """Count the seconds of the block as waiting."""
         start = time.perf_counter()
         yield

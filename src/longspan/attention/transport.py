@@ -101,7 +101,7 @@ class Mover:
         padded = _padded(own.pick(step.sends[0].rows), self.exchange.padded_rows, own)
         gathered = padded.new_empty(self.exchange.cp, padded.numel())
         self.meter.sent_bytes += (self.exchange.cp - 1) * padded.nbytes
-        work = dist.all_gather_into_tensor(gathered.view(-1), padded, group=self.group, async_op=True)
+        work = dist.all_gather_single(gathered.view(-1), padded, group=self.group, async_op=True)
 
         def wait() -> Arrived:
             self._wait([work])
@@ -124,7 +124,7 @@ class Mover:
         outgoing = torch.stack([parts.get(source, nothing) for source in range(exchange.cp)])
         summed = torch.empty_like(nothing)
         self.meter.sent_bytes += (exchange.cp - 1) * nothing.nbytes
-        work = dist.reduce_scatter_tensor(summed, outgoing.view(-1), group=self.group, async_op=True)
+        work = dist.reduce_scatter_single(summed, outgoing.view(-1), group=self.group, async_op=True)
 
         def wait() -> Arrived:
             self._wait([work])

@@ -1,6 +1,6 @@
 """What a run says before it starts: what it will do, and why."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -15,7 +15,7 @@ __all__ = ["loading", "show_opening"]
 
 
 @contextmanager
-def loading(out: Console, show: bool) -> Iterator[Callable[[int, int], None]]:
+def loading(out: Console, show: bool) -> Generator[Callable[[int, int], None]]:
     """A progress bar over the corpus; the function it gives takes (bytes done, bytes in all)."""
     columns = (TextColumn("reading and tokenising"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=out, transient=True, disable=not (show and out.is_terminal)) as bar:

@@ -44,7 +44,8 @@ def on_ranks(job: Job, config: RunConfig, *arguments: Any) -> Any:
         *arguments: passed on; pickled when processes are started.
 
     Raises:
-        LongspanError: a run that cannot be trained, before any process starts; what the job raised, or RankError with the first failure of any rank.
+        LongspanError: a run that cannot be trained, before any process starts; or what the job raised.
+        RankError: the first failure of any rank, if it was nothing that the user can mend.
     """
     check_trainable(config)
     if "RANK" in os.environ:
@@ -114,15 +115,13 @@ def _first_failure(error: ChildFailedError) -> LongspanError:
     """The failure that came first; lost connections are only its echo on other ranks."""
     ranks = sorted(error.failures.items(), key=lambda item: (_is_echo(item[1]), item[1].timestamp))
     rank, failure = ranks[0]
-    message = failure.message
-    text = message["message"] if isinstance(message, dict) else str(message)
-    name, _, words = text.partition(": ")
+    name, _, words = failure.message.partition(": ")
     kind = getattr(errors, name, None)
     if kind is not None:
         return kind(words)
-    return RankError(f"rank {rank} failed first: {text}")
+    return RankError(f"rank {rank} failed first: {failure.message}")
 
 
 def _is_echo(failure: ProcessFailure) -> bool:
-    text = str(failure.message)
+    text = failure.message
     return failure.exitcode == -15 or "Connection closed" in text or "Connection reset" in text

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from longspan.errors import UnsupportedError
 from longspan.model.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm
 from longspan.model.rotary import Rotary
-from longspan.spec.model import ModelSpec
+from longspan.spec.model import ModelSpec, RopeSpec
 
 __all__ = ["Decoder", "DecoderLayer"]
 
@@ -44,6 +44,12 @@ class Decoder(nn.Module):
                 None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
             )
         self.to(dtype)
+
+    @property
+    def rope_spec(self) -> RopeSpec:
+        """How positions turn queries and keys."""
+        assert self.spec.rope is not None, "learned positions are refused"
+        return self.spec.rope
 
     @property
     def output_weight(self) -> Tensor:

@@ -63,18 +63,21 @@ def cut(q_start: int, q_stop: int, k_start: int, k_stop: int, band: Band) -> Ite
         q_stop, k_start = min(q_stop, k_stop + highest), max(k_start, q_start - highest)
     if q_start >= q_stop or k_start >= k_stop:
         return
-    below = lowest is None or q_start - (k_stop - 1) >= lowest
-    above = highest is None or (q_stop - 1) - k_start <= highest
-    if below and above:
+    # A bound that every pair of the rectangle keeps is no bound.
+    if lowest is not None and q_start - (k_stop - 1) >= lowest:
+        lowest = None
+    if highest is not None and (q_stop - 1) - k_start <= highest:
+        highest = None
+    if lowest is None and highest is None:
         yield Block(q_start, q_stop, k_start, k_stop, "full")
-    elif above:
-        yield from _cut_causal(q_start, q_stop, k_start, k_stop, lowest)
-    elif below:
+    elif highest is None:
+        yield from _cut_causal(q_start, q_stop, k_start, k_stop, lowest or 0)
+    elif lowest is None:
         yield from _cut_anticausal(q_start, q_stop, k_start, k_stop, highest)
     elif highest - lowest < NARROW:
-        yield from _cut_narrow(q_start, q_stop, k_start, k_stop, band)
+        yield from _cut_narrow(q_start, q_stop, k_start, k_stop, lowest, highest)
     else:
-        yield from _cut_wide(q_start, q_stop, k_start, k_stop, band)
+        yield from _cut_wide(q_start, q_stop, k_start, k_stop, lowest, highest)
 
 
 def _cut_causal(q_start: int, q_stop: int, k_start: int, k_stop: int, lowest: int) -> Iterator[Block]:
@@ -99,9 +102,11 @@ def _cut_anticausal(q_start: int, q_stop: int, k_start: int, k_stop: int, highes
         yield Block(corner, q_stop, k_start + side, k_stop, "full")
 
 
-def _cut_wide(q_start: int, q_stop: int, k_start: int, k_stop: int, band: Band) -> Iterator[Block]:
+def _cut_wide(
+    q_start: int, q_stop: int, k_start: int, k_stop: int, lowest: int, highest: int
+) -> Iterator[Block]:
     """Both edges cross: row tiles as high as the band, each with one edge on either side of its first diagonal."""
-    lowest, highest = band
+    band = Band(lowest, highest)
     height = highest - lowest + 1
     for top in range(q_start, q_stop, height):
         bottom, middle = min(top + height, q_stop), min(max(k_start, top - lowest), k_stop)
@@ -109,9 +114,10 @@ def _cut_wide(q_start: int, q_stop: int, k_start: int, k_stop: int, band: Band) 
         yield from cut(top, bottom, middle, k_stop, band)
 
 
-def _cut_narrow(q_start: int, q_stop: int, k_start: int, k_stop: int, band: Band) -> Iterator[Block]:
+def _cut_narrow(
+    q_start: int, q_stop: int, k_start: int, k_stop: int, lowest: int, highest: int
+) -> Iterator[Block]:
     """Row tiles of `NARROW` queries, each with the few keys around its diagonal and an explicit mask."""
-    lowest, highest = band
     for top in range(q_start, q_stop, NARROW):
         bottom = min(top + NARROW, q_stop)
         left, right = max(k_start, top - highest), min(k_stop, bottom - lowest)

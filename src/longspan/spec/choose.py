@@ -6,6 +6,7 @@ by rows and rounds. The figures are counted on one real micro-batch, not modelle
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from longspan.spec.exchange import Exchange, Transport
 from longspan.spec.mask import Mask
@@ -47,7 +48,9 @@ class Choice:
     candidates: tuple[Candidate, ...]
 
 
-def choose(sharding: str, transport: str, layers: Mapping[Mask, int], rows: int, cp: int) -> Choice:
+def choose(
+    sharding: str, transport: Transport | Literal["auto"], layers: Mapping[Mask, int], rows: int, cp: int
+) -> Choice:
     """Choose sharding and transport where the run says "auto"; otherwise take what it says.
 
     Args:
@@ -81,7 +84,10 @@ def _candidate(
 def _reason(chosen: Candidate, candidates: tuple[Candidate, ...], cp: int) -> str:
     if cp == 1:
         return "cp is 1: nothing is shared"
-    figures = f"pairs of the busiest rank {chosen.imbalance:.2f} × the mean, {chosen.rows_sent:,} K/V rows sent a micro-batch"
+    figures = (
+        f"pairs of the busiest rank {chosen.imbalance:.2f} × the mean, "
+        f"{chosen.rows_sent:,} K/V rows sent a micro-batch"
+    )
     if len(candidates) == 1:
         return f"as the run file says; {figures}"
     return f"most even of {len(candidates)}, then fewest rows and rounds: {figures}"

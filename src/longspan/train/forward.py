@@ -71,7 +71,7 @@ class ParallelModel:
         """
         decoder, local, device = self.decoder, micro.local, self.groups.device
         rope = rotary(
-            decoder.spec.rope, local.positions_t.to(device), decoder.spec.head_dim, decoder.compute_dtype
+            decoder.rope_spec, local.positions_t.to(device), decoder.spec.head_dim, decoder.compute_dtype
         )
         attend = bind_attention(micro.attention, self.groups.cp, self.kernel, self.meter)
         hidden_tE = local_hidden(decoder(local.tokens_t.to(device), rope, attend))

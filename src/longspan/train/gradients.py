@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from longspan.attention import Meter
 from longspan.train.groups import Groups
 
-__all__ = ["sum_gradients"]
+__all__ = ["gradient", "sum_gradients"]
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -27,21 +27,34 @@ def sum_gradients(parameters: Iterable[nn.Parameter], groups: Groups, meter: Met
         meter: tally to which the waiting is added.
     """
     sum_over_tp(parameters := list(parameters))
-    gradients = [_local(parameter.grad) for parameter in parameters]
+    gradients = [_local(gradient(parameter)) for parameter in parameters]
     for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
         with meter.waiting():
             groups.add_over_dp_cp(flat)
-        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(summed.view_as(grad))
 
 
 def sum_over_tp(parameters: Iterable[nn.Parameter]) -> None:
     """Bring every DTensor gradient to the placement of its parameter; `Partial` ones are summed over tp."""
     for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter that every step uses.
+
+    Raises:
+        ValueError: it has none, so a sum over ranks would go wrong without a word.
+    """
+    if parameter.grad is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has no gradient; every one must take part"
+        )
+    return parameter.grad
 
 
 def _local(tensor: Tensor) -> Tensor:

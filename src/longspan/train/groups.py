@@ -70,5 +70,7 @@ def _group(layout: Layout, axis: str) -> dist.ProcessGroup | None:
     if layout.size(axis) == 1:
         return None
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in layout.groups(axis)])
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"this rank is in no group of axis {axis}; start exactly {layout.world} ranks")
     dist.barrier(group)
     return group

@@ -8,10 +8,11 @@ and are summed over tp before the optimizer sees them (see `gradients`).
 # t tokens of this cp rank, E hidden size, D head size
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -48,7 +49,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, sp: bool) -> None:
 
 def _layer_plan(spec: ModelSpec, tp: int, stream: Shard | Replicate) -> dict[str, ParallelStyle]:
     key_value = ColwiseParallel() if spec.num_kv_heads >= tp else _SharedHeads(spec.num_kv_heads)
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "input_layernorm": _Whole(),
         "self_attn": _AllTokens(),
         "self_attn.q_proj": ColwiseParallel(),
@@ -89,12 +90,12 @@ class _GatherTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, stream_tE: DTensor) -> DTensor:
+    def forward(ctx: Any, stream_tE: DTensor) -> DTensor:
         ctx.placements = stream_tE.placements
         return stream_tE.redistribute(placements=[Replicate()])
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_tE: DTensor) -> DTensor:
+    def backward(ctx: Any, grad_tE: DTensor) -> DTensor:
         return grad_tE.redistribute(placements=ctx.placements)
 
 
@@ -114,7 +115,7 @@ class _Whole(ParallelStyle):
 
 
 class _SharedHeads(ParallelStyle):
-    """K/V projections with fewer heads than ranks: several ranks hold the whole, small weight and use one head of it."""
+    """K/V projections with fewer heads than ranks: each holds the whole, small weight and uses one head of it."""
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
@@ -122,10 +123,8 @@ class _SharedHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
-        def own_head(tensor: DTensor | None, dtype: torch.dtype) -> Tensor | None:
+        def own_head(tensor: Any, dtype: torch.dtype) -> Tensor:
             """Rows of this rank's head; the other ranks' gradients are further summands."""
-            if tensor is None:
-                return None
             return (
                 tensor.to_local(grad_placements=[Partial()])
                 .unflatten(0, (self.num_heads, -1))[head]
@@ -134,8 +133,8 @@ class _SharedHeads(ParallelStyle):
 
         def project(x_tE: DTensor) -> Tensor:
             local_tE = x_tE.to_local(grad_placements=[Partial()])
-            weight, bias = (own_head(tensor, x_tE.dtype) for tensor in (module.weight, module.bias))
-            return F.linear(local_tE, weight, bias)
+            bias = None if module.bias is None else own_head(module.bias, x_tE.dtype)
+            return F.linear(local_tE, own_head(module.weight, x_tE.dtype), bias)
 
         module = distribute_module(module, device_mesh)
         module.forward = project

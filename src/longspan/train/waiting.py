@@ -1,6 +1,6 @@
 """Counting the time that DTensor's collectives wait, for which torch 2.13 has no hook."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ __all__ = ["counting_waits"]
 
 
 @contextmanager
-def counting_waits(meter: Meter) -> Iterator[None]:
+def counting_waits(meter: Meter) -> Generator[None]:
     """Add to `meter` the seconds that tensor parallelism's collectives make this host wait inside the block.
 
     On CUDA a wait only orders streams, so the host hardly waits and the share reads near zero.

@@ -1,6 +1,6 @@
 """`verify`: one run, two ways, compared in float64 and in the run's own dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -24,8 +24,8 @@ def verify(session: Session, sabotage: str | None = None) -> Report | None:
     """Compare the session's layout with one process on its own model and first batches.
 
     Compared in float64: loss, evaluation loss, every parameter's gradient, and all parameters after three optimizer
-    steps, against a dense-mask reference. In the run's dtype, the layout's error against that reference is held to twice
-    one process's error in that dtype. Costs five short runs; the reference holds the whole model on rank 0.
+    steps, against a dense-mask reference. In the run's dtype, the layout's error against that reference is held to
+    twice one process's error in that dtype. Costs five short runs; the reference holds the whole model on rank 0.
 
     Args:
         session: every rank of the layout calls with its own.
@@ -65,7 +65,7 @@ def _checked(session: Session, name: str | None) -> Sabotage | None:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def _threads(number: int) -> Generator[None]:
     """The other ranks wait meanwhile, so that rank 0 may compute with the threads of all."""
     own = torch.get_num_threads()
     torch.set_num_threads(number)

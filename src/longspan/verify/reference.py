@@ -63,8 +63,7 @@ def reference_losses(
         labels_T: the token to predict from each place, already shifted; negative for none; int64, shape (T,).
     """
     spec = decoder.spec
-    assert spec.rope is not None, "Decoder refuses learned positions"
-    rope = rotary(spec.rope, positions_T, spec.head_dim, decoder.compute_dtype)
+    rope = rotary(decoder.rope_spec, positions_T, spec.head_dim, decoder.compute_dtype)
     logits_TV = decoder.logits(decoder(tokens_T, rope, dense_attend(document_ids_T, positions_T)))
     chosen_T = logits_TV.gather(1, labels_T.clamp(min=0)[:, None]).squeeze(1)
     return torch.where(labels_T < 0, 0.0, logits_TV.logsumexp(dim=1) - chosen_T)

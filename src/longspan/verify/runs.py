@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longspan.data import PackedBatch
 from longspan.model import Decoder, full_tensors
+from longspan.train.gradients import gradient
 from longspan.train.optimizer import build_optimizer
 from longspan.train.parallelize import ModelOptions, build_model
 from longspan.train.session import Session, StepBatches
@@ -55,7 +57,7 @@ def definition_run(session: Session) -> Outcome:
         optimizer.zero_grad()
         losses.append(_definition_step(decoder, session.training_step(step)))
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in decoder.named_parameters()}
+            gradients = {name: gradient(p).clone() for name, p in decoder.named_parameters()}
         _definition_update(
             decoder, optimizer, learning_rate(session.config, step), session.config.optimizer.clip_norm
         )
@@ -75,10 +77,10 @@ def _definition_step(decoder: Decoder, batches: StepBatches) -> float:
 def _definition_update(
     decoder: Decoder, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
 ) -> None:
-    norm = float(torch.cat([p.grad.flatten() for p in decoder.parameters()]).norm())
+    norm = float(torch.cat([gradient(p).flatten() for p in decoder.parameters()]).norm())
     if 0 < clip_norm < norm:
         for parameter in decoder.parameters():
-            parameter.grad *= clip_norm / norm
+            gradient(parameter).mul_(clip_norm / norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -97,8 +99,8 @@ def _wholes(batches: StepBatches) -> list[PackedBatch]:
 
 def _whole_gradients(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in decoder.named_parameters():
-        gradient = parameter.grad
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        grad = gradient(parameter)
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         yield name, whole.detach().to("cpu", torch.float64, copy=True)
 
 

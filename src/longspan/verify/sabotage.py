@@ -59,7 +59,7 @@ def find_sabotage(name: str) -> Sabotage:
 
 
 def _drop_bounds(_: Session) -> Patch:
-    real = context_parallel.plan_attention
+    real: Any = context_parallel.plan_attention
 
     def one_document_a_row(batch: PackedBatch, windows: Any, context: Any) -> Any:
         borders = batch.sequence * torch.arange(batch.rows + 1).numpy()
@@ -103,8 +103,9 @@ def _skip_tp_sum(_: Session) -> Patch:
 
     def take_own_part(parameters: Any) -> None:
         for parameter in parameters:
-            if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
-                own = parameter.grad.to_local()
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and parameter.placements == (Replicate(),):
+                own = grad.to_local()
                 parameter.grad = DTensor.from_local(own, parameter.device_mesh, parameter.placements)
             else:
                 real([parameter])
