@@ -115,16 +115,22 @@ def errors(outcome: Outcome, reference: Outcome) -> tuple[float, float]:
     return abs(outcome.loss - reference.loss) / abs(reference.loss), worst
 
 
-def parity_cell(rank, world, sizes, model, batch, sharding, transport, dtype=torch.float64, recompute="none"):
-    """(loss error, gradient error) of one layout against the definition."""
+def parity_cell(rank, world, sizes, model, batch, sharding, transport, recompute="none"):
+    """(loss error, gradient error) on rank 0: of the layout in float64 and float32, and of one process in float32."""
     spec, layout = tiny_model(model), Layout(**sizes)
-    group = groups(layout)
     data = batches(batch, layout.dp)
     num_targets = sum(b.num_targets for b in data)
-    context = ContextParallel(layout.cp, group.coordinate("cp"), sharding, transport)
-    own = data[group.coordinate("dp") :: layout.dp]
-    decoder = build_model(spec, InitialWeights(spec, 0), group, ModelOptions(dtype, dtype, recompute))
-    parallel = ParallelModel(decoder, group, choose_kernel("auto", "cpu", dtype), Meter(), loss_chunk=16)
-    micro_batches = [prepare(b, tuple(spec.window_layers), context) for b in own]
-    outcome = parallel_outcome(parallel, micro_batches, num_targets)
-    return errors(outcome, reference_outcome(spec, data, num_targets)) if rank == 0 else (0.0, 0.0)
+
+    def outcome(group: Groups, dtype: torch.dtype) -> Outcome:
+        context = ContextParallel(group.layout.cp, group.coordinate("cp"), sharding, transport)
+        decoder = build_model(spec, InitialWeights(spec, 0), group, ModelOptions(dtype, dtype, recompute))
+        parallel = ParallelModel(decoder, group, choose_kernel("auto", "cpu", dtype), Meter(), loss_chunk=16)
+        own = data[group.coordinate("dp") :: group.layout.dp]
+        micro_batches = [prepare(b, tuple(spec.window_layers), context) for b in own]
+        return parallel_outcome(parallel, micro_batches, num_targets)
+
+    wide, narrow = outcome(groups(layout), torch.float64), outcome(groups(layout), torch.float32)
+    if rank:
+        return None
+    reference = reference_outcome(spec, data, num_targets)
+    return [errors(run, reference) for run in (wide, narrow, outcome(Groups.alone(), torch.float32))]

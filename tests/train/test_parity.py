@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
 from longspan.testing import run_ranks
+from tests.pairwise import pairwise
 from tests.train.parity import BATCHES, MODELS, parity_cell
 
 LAYOUTS = {
@@ -40,18 +42,24 @@ GRID = [
 ]
 
 
+# Where one process happens to be right to the last digits, the layout may still be off by a few roundings.
+FLOAT32_ROUNDINGS = 4
+
+
 def name(cell) -> str:
     world, sizes, *rest = cell
     layout = ",".join(key if size is True else f"{key}={size}" for key, size in sizes.items())
     return "-".join([f"w{world}", layout or "one", *rest])
 
 
-def check(cell, record_property, **options):
+def check(cell, record_property):
     world, *arguments = cell
-    loss_error, gradient_error = run_ranks(parity_cell, world, *arguments, **options)[0]
-    record_property("worst_error", gradient_error)
-    assert loss_error <= 1e-12
-    assert gradient_error <= 1e-10
+    wide, narrow, narrow_alone = run_ranks(parity_cell, world, *arguments)[0]
+    record_property("worst_error", wide[1])
+    assert wide[0] <= 1e-12
+    assert wide[1] <= 1e-10
+    for error, alone in zip(narrow, narrow_alone, strict=True):
+        assert error <= 2 * max(alone, FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.grid
@@ -60,6 +68,6 @@ def test_grid(cell, record_property):
     check(cell, record_property)
 
 
-@pytest.mark.parametrize("cell", GRID[::13], ids=name)
+@pytest.mark.parametrize("cell", pairwise(GRID), ids=name)
 def test_cover(cell, record_property):
     check(cell, record_property)
