@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,9 +13,9 @@ from longspan.data import PackedBatch
 from longspan.model import InitialWeights
 from longspan.spec.layout import Layout
 from longspan.spec.model import ModelSpec
+from longspan.train import gradients
 from longspan.train.context_parallel import ContextParallel
 from longspan.train.forward import ParallelModel, prepare
-from longspan.train.gradients import sum_gradients
 from longspan.train.groups import Groups
 from longspan.train.parallelize import ModelOptions, build_model
 from longspan.verify.reference import reference_losses
@@ -81,9 +82,11 @@ def parallel_outcome(model: ParallelModel, micro_batches: list, num_targets: int
         loss, _ = model.token_losses(micro, num_targets)
         loss.backward()
         total += loss.detach()
-    sum_gradients(model.parameters(), model.groups, model.meter)
-    gradients = {n: whole(p.grad).double() for n, p in model.decoder.named_parameters()}
-    return Outcome(float(model.groups.add_over_dp_cp(total)), gradients)
+    # Buckets so small that the tiny model needs several.
+    with patch.object(gradients, "BUCKET_BYTES", 4096):
+        gradients.sum_gradients(model.parameters(), model.groups, model.meter)
+    by_name = {n: whole(p.grad).double() for n, p in model.decoder.named_parameters()}
+    return Outcome(float(model.groups.add_over_dp_cp(total)), by_name)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class ParallelModel:
             hidden_tE,
             weight_vE,
             local.labels_t.to(device),
-            local.weights_t.to(device, torch.float64) / num_targets,
+            local.weights_t.to(device, torch.float64) / max(num_targets, 1),
             vocab_start=vocab_start,
             group=self.groups.tp.get_group() if self.groups.tp else None,
             chunk=self.loss_chunk,
