@@ -6,6 +6,7 @@ for 0, and raises a LongspanError for input that cannot be used. It imports torc
 """
 
 import sys
+import traceback
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter
@@ -28,12 +29,19 @@ def main(tokens: Sequence[str] | None = None) -> int:
         tokens: the words after the program's name; those of this process when left out.
 
     Returns:
-        Exit code: 0 done, 1 differs, 2 cannot run, with one line on stderr that names the value and the fix.
+        Exit code: 0 done, 1 differs, 2 cannot run, with one line on stderr that names the value and the fix;
+        a traceback only for a fault of Longspan's own.
     """
     try:
         code = _app()(tokens, exit_on_error=False, print_error=False, result_action="return_value")
-    except (CycloptsError, LongspanError) as error:
+    except (CycloptsError, LongspanError, OSError) as error:
         print("longspan:", " ".join(str(error).split()), file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 2
+    except Exception:
+        # A fault of Longspan's own; Python's exit code 1 would read as "differs".
+        traceback.print_exc()
         return 2
     return code or 0
 

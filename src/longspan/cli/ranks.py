@@ -1,5 +1,6 @@
 """Running a job on the ranks of a layout: here under torchrun, otherwise in processes that are started for it."""
 
+import builtins
 import logging
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from longspan import errors
-from longspan.errors import ConfigError, LongspanError, RankError
+from longspan.errors import LongspanError, RankError
 from longspan.spec.run import RunConfig
 from longspan.train.groups import Groups
 from longspan.train.session import check_trainable
@@ -45,7 +46,7 @@ def on_ranks(job: Job, config: RunConfig, *arguments: Any) -> Any:
 
     Raises:
         LongspanError: a run that cannot be trained, before any process starts; or what the job raised.
-        RankError: the first failure of any rank, if it was nothing that the user can mend.
+        RankError: the first failure of any rank, if it was none of these; a fault of ours has its traceback as a note.
     """
     check_trainable(config)
     if "RANK" in os.environ:
@@ -82,11 +83,8 @@ def _start(job: Job, config: RunConfig, *arguments: Any) -> Any:
 
 def _on_this_rank(job: Job, config: RunConfig, *arguments: Any) -> Any:
     """Join the world that the environment describes, do the job, leave."""
-    world, local_world = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if world != config.layout.world:
-        raise ConfigError(
-            f"the layout needs {config.layout.world} ranks, {world} were started; start as many"
-        )
+    config.layout.check_world(int(os.environ["WORLD_SIZE"]))
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     _use_threads(config, local_world)
     device = _device()
     if device == "cuda":
@@ -115,13 +113,25 @@ def _first_failure(error: ChildFailedError) -> LongspanError:
     """The failure that came first; lost connections are only its echo on other ranks."""
     ranks = sorted(error.failures.items(), key=lambda item: (_is_echo(item[1]), item[1].timestamp))
     rank, failure = ranks[0]
-    name, _, words = failure.message.partition(": ")
+    told, stack = _told(failure)
+    name, _, words = told.partition(": ")
     kind = getattr(errors, name, None)
     if kind is not None:
         return kind(words)
-    return RankError(f"rank {rank} failed first: {failure.message}")
+    first = RankError(f"rank {rank} failed first: {told}")
+    if stack and not issubclass(getattr(builtins, name, Exception), OSError):
+        first.add_note(stack)
+    return first
+
+
+def _told(failure: ProcessFailure) -> tuple[str, str]:
+    """What the rank said, and where it was; the launcher's reply is a table if an exception ended it, else words."""
+    reply: Any = failure.message
+    if isinstance(reply, dict):
+        return reply["message"], reply["extraInfo"]["py_callstack"]
+    return reply, ""
 
 
 def _is_echo(failure: ProcessFailure) -> bool:
-    text = failure.message
-    return failure.exitcode == -15 or "Connection closed" in text or "Connection reset" in text
+    told, _ = _told(failure)
+    return failure.exitcode == -15 or "Connection closed" in told or "Connection reset" in told

@@ -82,7 +82,9 @@ def load_corpus(
     encoded = _encode(find_files(source), text_field, encoder, on_progress)
     if not encoded.documents:
         skipped = f"{encoded.empty} empty and {encoded.undecodable} undecodable ones were skipped"
-        raise DataError(f"data source {source!r} has no documents ({skipped}); choose one with text")
+        named = [source] if isinstance(source, str | os.PathLike) else source
+        where = ", ".join(repr(str(path)) for path in named)
+        raise DataError(f"data source {where} has no documents ({skipped}); choose one with text")
     store = TokenStore.from_documents(encoded.documents, encoded.keys)
     _check_vocabulary(store, encoder, model_vocab_size)
     train, evaluation = store.split(eval_documents)
