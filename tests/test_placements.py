@@ -55,7 +55,7 @@ def observed(rank: int, world: int, sizes: dict, model: str) -> tuple[Tokens, di
     context = ContextParallel(layout.cp, group.coordinate("cp"), "zigzag", "ring")
     batch = batches("crossing", layout.dp)[group.coordinate("dp")]
     micro = prepare(batch, tuple(spec.window_layers), context)
-    with watched(decoder) as tokens:
+    with Watched(decoder) as tokens:
         loss, _ = parallel.token_losses(micro, batch.num_targets)
     loss.backward()
     before = {name: local_norm(p) for name, p in decoder.named_parameters()}
@@ -68,7 +68,7 @@ def observed(rank: int, world: int, sizes: dict, model: str) -> tuple[Tokens, di
     return tokens, held
 
 
-class watched:  # noqa: N801
+class Watched:
     """Counts the tokens that pass through every module of the first layer, the ends, attention and loss."""
 
     def __init__(self, decoder: nn.Module) -> None:
