@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,15 @@ from longspan.cli import main
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def longspan(*words: str | Path, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
-    """One command in a process of its own; under torchrun where `ranks` says how many.
+def longspan(
+    *words: str | Path, ranks: int | None = None, interrupt_at: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """One command in a process of its own, and no process of it outlives it.
 
-    No process of the command outlives it.
+    Args:
+        *words: the command.
+        ranks: processes to start under torchrun; without it, the command stands alone.
+        interrupt_at: once this file is there, all processes get what Ctrl-C sends.
     """
     start = (*TORCHRUN, str(ranks)) if ranks else ()
     with subprocess.Popen(
@@ -29,6 +35,11 @@ def longspan(*words: str | Path, ranks: int | None = None) -> subprocess.Complet
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
     ) as process:
+        while interrupt_at and process.poll() is None:
+            if interrupt_at.exists():
+                os.killpg(process.pid, signal.SIGINT)
+                break
+            time.sleep(0.1)
         out, err = process.communicate(timeout=240)
     assert nobody_left(process.pid), f"{words} left processes behind"
     return subprocess.CompletedProcess(words, process.returncode, out, err)

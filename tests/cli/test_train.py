@@ -145,6 +145,13 @@ def test_a_rank_that_fails_ends_the_run_in_one_line(
     assert not (run.parent / "out" / "weights").exists()
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_an_interrupted_run_ends_without_a_word(run: Path, tmp_path: Path, ranks: str) -> None:
+    words = ("--layout.cp", ranks, "--train.steps", "1000000", "--output.folder", tmp_path, "--json")
+    finished = longspan("train", run, *words, interrupt_at=tmp_path / "steps.jsonl")
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
+
+
 def test_the_world_of_torchrun_must_fit(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

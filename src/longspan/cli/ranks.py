@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -59,8 +60,10 @@ def on_ranks(job: Job, config: RunConfig, *arguments: Any) -> Any:
 
 def _start(job: Job, config: RunConfig, *arguments: Any) -> Any:
     """Start local processes through torch's elastic launcher and wait for them."""
-    for noisy in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    # Each of these loggers has a level of its own; what they have to say is told in one line by `_first_failure`.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     multiprocessing.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         launch = LaunchConfig(
@@ -79,6 +82,9 @@ def _start(job: Job, config: RunConfig, *arguments: Any) -> Any:
             return elastic_launch(launch, _on_this_rank)(job, config, *arguments)[0]
         except ChildFailedError as error:
             raise _first_failure(error) from None
+        except SignalException as stop:
+            # As a shell counts a program that a signal ended.
+            raise SystemExit(128 + stop.sigval) from None
 
 
 def _on_this_rank(job: Job, config: RunConfig, *arguments: Any) -> Any:
