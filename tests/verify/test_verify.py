@@ -80,7 +80,18 @@ def test_wrong_sums_show_in_the_scale(run):
     assert all(row["scale"] == pytest.approx(0.5) for row in report["parameters"])
 
 
+# Every document fills a row.
+EQUAL_DOCUMENTS = object()
+EQUAL = {
+    "data.source": EQUAL_DOCUMENTS,
+    "data.sequence": 9,
+    "data.eval_documents": 0.5,
+    "train.eval_rows": 2,
+}
 BLIND = [
+    ("causal-offset", {}, {"model.spec.windows": [4, 4]}),
+    ("mean-of-means", {"dp": 2}, EQUAL),
+    ("evaluation-per-rank", {"dp": 2}, EQUAL),
     ("drop-bounds", {}, {"data.sequence": 8, "batch.global_batch": 1, "train.seed": 1}),
     ("drop-window", ALL_AXES, {"model.spec.windows": [0, 0]}),
     ("drop-window", ALL_AXES, {"model.spec.windows": [0, 4096]}),
@@ -95,9 +106,21 @@ BLIND = [
 ]
 
 
+def equal_documents(run: Path) -> str:
+    """A folder of documents of eight bytes each, nine tokens with their end."""
+    folder = run.parent / "equal"
+    folder.mkdir(exist_ok=True)
+    for number in range(16):
+        (folder / f"{number}.txt").write_text(f"{number:02} equal")
+    return str(folder)
+
+
 @pytest.mark.parametrize(("sabotage", "layout", "overrides"), BLIND)
 def test_a_sabotage_that_cannot_show_is_refused(run, sabotage, layout, overrides):
-    assert f"cannot show '{sabotage}'" in verdict(run, layout, sabotage, **overrides)
+    changes = {
+        key: equal_documents(run) if value is EQUAL_DOCUMENTS else value for key, value in overrides.items()
+    }
+    assert f"cannot show '{sabotage}'" in verdict(run, layout, sabotage, **changes)
 
 
 def test_an_unknown_sabotage_is_refused_by_name(run):

@@ -50,7 +50,7 @@ def on_ranks(job: Job, config: RunConfig, *arguments: Any) -> Any:
         RankError: the first failure of any rank, if it was none of these; a fault of ours has its traceback as a note.
     """
     check_trainable(config)
-    if "RANK" in os.environ:
+    if os.environ.keys() >= {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}:
         return _on_this_rank(job, config, *arguments)
     if config.layout.world == 1:
         _use_threads(config, 1)

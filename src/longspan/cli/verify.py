@@ -9,7 +9,6 @@ from rich.console import Console
 
 from longspan.cli.output import Json, console, print_json, table
 from longspan.cli.overrides import Override, parse_overrides
-from longspan.errors import ConfigError
 from longspan.spec.run import RunConfig
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ def verify(
         return 0
     changes = parse_overrides(overrides) | ({"data.sequence": sequence} if sequence is not None else {})
     config = RunConfig.load(run, changes)
-    if layers is not None and layers < 1:
-        raise ConfigError(f"layers={layers} leaves no model; use 1 or more")
     report = verified(config, layers, sabotage)
     if report is None:
         return 0

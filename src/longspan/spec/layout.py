@@ -190,7 +190,7 @@ class Layout:
         )
 
     def check_model(self, spec: "ModelSpec") -> None:
-        """Raise ConfigError unless heads and layers of the model can be dealt out to this layout.
+        """Raise ConfigError unless heads, widths and layers of the model can be dealt out to this layout.
 
         With fewer key/value heads than tp ranks, tp / num_kv_heads ranks hold a copy of the same head.
         """
@@ -200,6 +200,15 @@ class Layout:
             raise ConfigError(
                 f"tp={self.tp} cannot deal out {query} query heads and {kv} key/value heads: it must divide "
                 f"the first, and divide or be a multiple of the second; use tp={any_of(fits)}"
+            )
+        if spec.intermediate_size % self.tp:
+            raise ConfigError(
+                f"tp={self.tp} cannot deal out intermediate_size={spec.intermediate_size}; "
+                f"use tp={any_of([tp for tp in fits if spec.intermediate_size % tp == 0])}"
+            )
+        if math.ceil(spec.vocab_size / self.tp) * (self.tp - 1) >= spec.vocab_size:
+            raise ConfigError(
+                f"vocab_size={spec.vocab_size} leaves a rank of tp={self.tp} without a row; use a larger vocabulary"
             )
         chunks = self.pp * self.vpp
         if spec.num_layers < chunks:

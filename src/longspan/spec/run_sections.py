@@ -63,7 +63,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """A table of the run file: frozen, strict about types, closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RopeSection(Section):

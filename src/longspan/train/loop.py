@@ -22,7 +22,6 @@ from longspan.train.recording import recording
 from longspan.train.session import Session, StepBatches
 from longspan.train.step import evaluate, gradients_of, learning_rate, update
 from longspan.train.sums import LossSums
-from longspan.train.waiting import counting_waits
 
 __all__ = ["TrainResult", "train"]
 
@@ -110,7 +109,7 @@ class _Loop:
         config, number = self.session.config, batches.step + 1
         lr, waited = learning_rate(config, batches.step), self.model.meter.wait_s
         start = time.perf_counter()
-        with self._memory(number) as peak, counting_waits(self.model.meter):
+        with self._memory(number) as peak:
             sums = gradients_of(self.model, batches)
             norm = update(self.model, self.optimizer, lr, config.optimizer.clip_norm)
         seconds = time.perf_counter() - start

@@ -62,7 +62,7 @@ def chunked_token_losses(
     wide = torch.promote_types(hidden_tE.dtype, torch.float32)
     # Only CUDA multiplies low-precision matrices into a wider result.
     operand = wide if hidden_tE.device.type == "cpu" else hidden_tE.dtype
-    logits_cv = weight_vE.new_empty(chunk, len(weight_vE), dtype=wide)
+    logits_cv = weight_vE.new_empty(min(chunk, max(len(hidden_tE), 1)), len(weight_vE), dtype=wide)
     head = _Head(weight_vE.detach().to(operand), vocab_start, group, logits_cv)
     learning = torch.is_grad_enabled()
     return _ChunkedTokenLosses.apply(hidden_tE, weight_vE, labels_t, scale_t.to(wide), head, learning)

@@ -20,7 +20,7 @@ from longspan.train.forward import MicroBatch, ParallelModel, prepare
 from longspan.train.groups import Groups
 from longspan.train.parallelize import ModelOptions, build_model, refuse_unbuilt_axes
 
-__all__ = ["Session", "StepBatches", "check_trainable"]
+__all__ = ["DTYPES", "Session", "StepBatches", "check_trainable"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -82,7 +82,7 @@ class Session:
         """
         spec = check_trainable(config)
         if layers is not None:
-            spec = spec.with_changes(num_layers=layers)
+            spec = _shortened(spec, layers)
         kernel = choose_kernel(config.attention.kernel, groups.device, DTYPES[config.train.dtype])
         data = config.data
         corpus = load_corpus(
@@ -137,21 +137,32 @@ class Session:
         rows = PackedRows(self.corpus.train, self.config.data.sequence, self.config.train.seed)
         return Batches(rows, plan, self.groups.coordinate("dp") if dp_rank is None else dp_rank)
 
-    def training_step(self, step: int) -> StepBatches:
-        """One step's micro-batches, dealt and planned."""
-        data = self.training_batches().step(step)
+    def training_step(self, step: int, dp_rank: int | None = None) -> StepBatches:
+        """One step's micro-batches of this or another dp rank, dealt and planned."""
+        data = self.training_batches(dp_rank).step(step)
         windows = tuple(self.spec.window_layers)
         micro_batches = tuple(prepare(batch, windows, self.context) for batch in data.micro_batches)
         return StepBatches(step, micro_batches, data.num_targets)
 
-    def evaluation_step(self) -> StepBatches:
-        """The fixed held-out rows, one row a micro-batch, dealt to the dp ranks in turn; a rank may have none."""
+    def evaluation_step(self, dp_rank: int | None = None) -> StepBatches:
+        """The fixed held-out rows, one row a micro-batch, dealt to the dp ranks in turn; a rank may have none.
+
+        Args:
+            dp_rank: whose rows; this rank's when left out.
+        """
         rows = PackedRows(self.corpus.evaluation, self.config.data.sequence, self.config.train.seed)
         indices = range(self.config.train.eval_rows)
-        own = indices[self.groups.coordinate("dp") :: self.groups.layout.dp]
+        first = self.groups.coordinate("dp") if dp_rank is None else dp_rank
+        own = indices[first :: self.groups.layout.dp]
         windows = tuple(self.spec.window_layers)
         micro_batches = tuple(prepare(rows.row(index), windows, self.context) for index in own)
         return StepBatches(0, micro_batches, rows.num_targets(indices))
+
+
+def _shortened(spec: ModelSpec, layers: int) -> ModelSpec:
+    if not 1 <= layers <= spec.num_layers:
+        raise ConfigError(f"layers={layers} must be from 1 to the model's {spec.num_layers}")
+    return spec.with_changes(num_layers=layers)
 
 
 def check_trainable(config: RunConfig) -> ModelSpec:

@@ -8,6 +8,7 @@ from longspan.train.gradients import sum_gradients
 from longspan.train.optimizer import clip_gradients, set_learning_rate
 from longspan.train.session import StepBatches
 from longspan.train.sums import LossSums
+from longspan.train.waiting import counting_waits
 
 __all__ = ["evaluate", "gradients_of", "learning_rate", "update"]
 
@@ -25,11 +26,12 @@ def gradients_of(model: ParallelModel, batches: StepBatches) -> LossSums:
     sums = LossSums.zero()
     for parameter in model.parameters():
         parameter.grad = None
-    for micro in batches.micro_batches:
-        loss, nll_t = model.token_losses(micro, batches.num_targets)
-        loss.backward()
-        sums = sums.plus(nll_t, micro.local)
-    sum_gradients(model.parameters(), model.groups, model.meter)
+    with counting_waits(model.meter):
+        for micro in batches.micro_batches:
+            loss, nll_t = model.token_losses(micro, batches.num_targets)
+            loss.backward()
+            sums = sums.plus(nll_t, micro.local)
+        sum_gradients(model.parameters(), model.groups, model.meter)
     return sums.over_ranks(model.groups)
 
 

@@ -12,7 +12,7 @@ from longspan.model import Decoder, full_tensors
 from longspan.train.gradients import gradient
 from longspan.train.optimizer import build_optimizer
 from longspan.train.parallelize import ModelOptions, build_model
-from longspan.train.session import Session, StepBatches
+from longspan.train.session import DTYPES, Session, StepBatches
 from longspan.train.step import evaluate, gradients_of, learning_rate, update
 from longspan.verify.compare import Outcome
 from longspan.verify.reference import reference_losses
@@ -41,13 +41,15 @@ def layout_run(session: Session, dtype: str) -> Outcome:
     return Outcome(losses[0], gradients, evaluation, dict(_doubles(full_tensors(model.decoder))))
 
 
-def definition_run(session: Session) -> Outcome:
-    """Run the first steps in this process by definition: dense masks, explicit softmax, full logits, float64.
+def definition_run(session: Session, dtype: str = "float64") -> Outcome:
+    """Run the first steps in this process by definition: dense masks, explicit softmax, full logits.
 
     Args:
         session: the run with the groups of a single process, so that its steps hold all rows.
+        dtype: dtype of the computation.
     """
-    options = ModelOptions(torch.float64, torch.float64)
+    compute = DTYPES[dtype]
+    options = ModelOptions(torch.promote_types(compute, torch.float32), compute)
     decoder = build_model(session.spec, session.weights(), session.groups, options)
     with torch.no_grad():
         evaluation = sum(float(_summed_loss(decoder, batch)) for batch in _wholes(session.evaluation_step()))
@@ -57,7 +59,9 @@ def definition_run(session: Session) -> Outcome:
         optimizer.zero_grad()
         losses.append(_definition_step(decoder, session.training_step(step)))
         if step == 0:
-            gradients = {name: gradient(p).clone() for name, p in decoder.named_parameters()}
+            gradients = {
+                name: gradient(p).to(torch.float64, copy=True) for name, p in decoder.named_parameters()
+            }
         _definition_update(
             decoder, optimizer, learning_rate(session.config, step), session.config.optimizer.clip_norm
         )
@@ -90,7 +94,7 @@ def _summed_loss(decoder: Decoder, batch: PackedBatch) -> Tensor:
     documents_T = np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens))
     arrays = (batch.tokens_T, batch.positions_T, documents_T, batch.labels_T)
     losses_T = reference_losses(decoder, *(torch.from_numpy(array.copy()) for array in arrays))
-    return (losses_T * torch.from_numpy(batch.weights_T.copy())).sum()
+    return (losses_T * torch.from_numpy(batch.weights_T.copy())).sum(dtype=torch.float64)
 
 
 def _wholes(batches: StepBatches) -> list[PackedBatch]:

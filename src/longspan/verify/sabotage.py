@@ -1,7 +1,7 @@
 """Deliberate faults in the executed path, each of a kind that is silent elsewhere; `verify` must catch every one.
 
-A sabotage replaces one function of the layout's run; comparison and reference are left alone. `blind` says why a batch
-or layout cannot show the fault, so that "not caught" is never mistaken for "caught".
+A sabotage replaces one function of the layout's run; comparison and reference are left alone. Whether a run can show
+the fault at all is said by `blind`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,9 @@ from longspan.spec import exchange
 from longspan.spec.blocks import Block
 from longspan.train import context_parallel, forward, gradients, groups, step
 from longspan.train.forward import MicroBatch, ParallelModel
-from longspan.train.session import Session, StepBatches
+from longspan.train.session import Session
 from longspan.train.sums import LossSums
+from longspan.verify import blind
 
 __all__ = ["SABOTAGES", "Sabotage", "find_sabotage"]
 
@@ -179,92 +180,6 @@ def _overwritten(rows: Held, own: Held) -> Held:
     return Held(rows.rows, own.k_mKD[index], own.v_mKD[index])
 
 
-def _never(_: Session) -> None:
-    return None
-
-
-def _needs_cp(session: Session) -> str | None:
-    return None if session.groups.layout.cp > 1 else "cp is 1: one rank holds every token"
-
-
-def _needs_dp_cp(session: Session) -> str | None:
-    return None if session.groups.layout.size("dp_cp") > 1 else "dp × cp is 1: there is nothing to sum over"
-
-
-def _needs_packing(session: Session) -> str | None:
-    packed = any(len(batch.sample_ids) > batch.rows for batch in _first_wholes(session))
-    return (
-        None
-        if packed
-        else "every row of the first step holds one document, so its bounds are those of the row"
-    )
-
-
-def _needs_window(session: Session) -> str | None:
-    windows = [window for window in session.spec.windows if window is not None]
-    longest = max(
-        int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max()) for batch in _first_wholes(session)
-    )
-    if not windows:
-        return "the model has no attention window"
-    return (
-        None if min(windows) < longest else f"no document is longer than the window of {min(windows)} tokens"
-    )
-
-
-def _needs_partial(session: Session) -> str | None:
-    layout, spec = session.groups.layout, session.spec
-    if layout.tp == 1:
-        return "tp is 1: there is nothing to sum over"
-    partial = layout.sp or spec.qk_norm or spec.num_kv_heads < layout.tp
-    return None if partial else "without sp, QK-norm or shared K/V heads no gradient is summed over tp"
-
-
-def _needs_moves(session: Session) -> str | None:
-    moves = any(
-        program.forward[0].sends
-        for micro in session.training_step(0).micro_batches
-        for mask in micro.attention.masks.values()
-        for program in exchange.Exchange.build_all(mask, micro.attention.sharding)
-    )
-    return None if moves else "no K/V row of the first step has to move between ranks"
-
-
-def _needs_uneven_targets(session: Session) -> str | None:
-    batches, ranks = session.training_step(0), session.groups.layout.size("dp_cp")
-    if ranks * len(batches.micro_batches) == 1:
-        return "there is one rank with one micro-batch: its mean is the mean"
-    return _evenly_dealt(session, batches)
-
-
-def _needs_uneven_evaluation(session: Session) -> str | None:
-    if session.groups.layout.size("dp_cp") == 1:
-        return "there is one rank: its mean is the mean"
-    return _evenly_dealt(session, session.evaluation_step())
-
-
-def _evenly_dealt(session: Session, batches: StepBatches) -> str | None:
-    """Every rank holds whole rows, so it can count the targets of all cp ranks; those of other dp ranks it cannot."""
-    counts = {
-        int((micro.whole.labels_T[micro.attention.sharding.index(rank)] != IGNORE).sum())
-        for micro in batches.micro_batches
-        for rank in range(session.groups.layout.cp)
-    }
-    even = len(counts) == 1 and session.groups.layout.dp == 1
-    return "every part of it has equally many targets" if even else None
-
-
-def _needs_split_documents(session: Session) -> str | None:
-    """Wrong positions show only where they change a distance inside a document."""
-    if session.groups.layout.cp == 1:
-        return "cp is 1: positions differ by a constant in each document, which rotary embedding cannot see"
-    return _needs_moves(session)
-
-
-def _first_wholes(session: Session) -> list[PackedBatch]:
-    return [micro.whole for micro in session.training_step(0).micro_batches]
-
-
 def _positions(_: Session) -> Patch:
     return _with_local(_local_positions)
 
@@ -278,23 +193,38 @@ def _stale(_: Session) -> Patch:
 
 
 _ALL = (
-    Sabotage("drop-bounds", "documents of a row see each other", _drop_bounds, _needs_packing),
-    Sabotage("drop-window", "windowed layers see every earlier token", _drop_window, _needs_window),
-    Sabotage("wrong-positions", "positions count from 0 on each rank", _positions, _needs_split_documents),
-    Sabotage("late-label-shift", "labels are shifted after sharding", _late_labels, _needs_cp),
-    Sabotage("causal-offset", "the causal border is one block late", _causal_block_too_far, _never),
-    Sabotage("stale-kv", "a rank attends to its own K/V instead of those received", _stale, _needs_moves),
-    Sabotage("skip-cp-sum", "weight gradients are not summed over dp × cp", _skip_dp_cp_sum, _needs_dp_cp),
+    Sabotage("drop-bounds", "documents of a row see each other", _drop_bounds, blind.needs_packing),
+    Sabotage("drop-window", "windowed layers see every earlier token", _drop_window, blind.needs_window),
     Sabotage(
-        "skip-tp-sum", "gradients of shared weights are not summed over tp", _skip_tp_sum, _needs_partial
+        "wrong-positions", "positions count from 0 on each rank", _positions, blind.needs_split_documents
     ),
-    Sabotage("average-gradients", "gradients are averaged over dp × cp", _average_gradients, _needs_dp_cp),
-    Sabotage("mean-of-means", "the loss is a mean of per-rank means", _mean_of_means, _needs_uneven_targets),
+    Sabotage("late-label-shift", "labels are shifted after sharding", _late_labels, blind.needs_late_labels),
+    Sabotage(
+        "causal-offset",
+        "the causal border is one block late",
+        _causal_block_too_far,
+        blind.needs_causal_blocks,
+    ),
+    Sabotage(
+        "stale-kv", "a rank attends to its own K/V instead of those received", _stale, blind.needs_moves
+    ),
+    Sabotage(
+        "skip-cp-sum", "weight gradients are not summed over dp × cp", _skip_dp_cp_sum, blind.needs_dp_cp
+    ),
+    Sabotage(
+        "skip-tp-sum", "gradients of shared weights are not summed over tp", _skip_tp_sum, blind.needs_partial
+    ),
+    Sabotage(
+        "average-gradients", "gradients are averaged over dp × cp", _average_gradients, blind.needs_dp_cp
+    ),
+    Sabotage(
+        "mean-of-means", "the loss is a mean of per-rank means", _mean_of_means, blind.needs_uneven_targets
+    ),
     Sabotage(
         "evaluation-per-rank",
         "evaluation averages per-rank means",
         _evaluation_averaged_per_rank,
-        _needs_uneven_evaluation,
+        blind.needs_uneven_evaluation,
     ),
 )
 
