@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from longspan.errors import ConfigError
 from longspan.spec.layout import AXES, COMBINED, Layout
+from longspan.spec.model import ModelSpec
 
 sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3]) for axis in AXES})
 names = st.sampled_from([*AXES, *COMBINED])
@@ -175,3 +176,16 @@ def test_every_stage_needs_a_layer() -> None:
     spec: Any = SimpleNamespace(num_heads=1, num_kv_heads=1, num_layers=3)
     with pytest.raises(ConfigError, match="needs 4 layers; the model has 3"):
         Layout(pp=2, vpp=2).check_model(spec)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"intermediate_size": 50}, "intermediate_size=50; use tp=1 or 2"),
+        ({"vocab_size": 9}, "vocab_size=9 leaves a rank of tp=4 without a row"),
+    ],
+)
+def test_widths_that_tp_cannot_deal_out_are_refused(sizes, words):
+    small = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 16, "num_heads": 4, "vocab_size": 64}
+    with pytest.raises(ConfigError, match=words):
+        Layout(tp=4).check_model(ModelSpec(**small | sizes))

@@ -2,15 +2,21 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Partial
 from transformers import AutoModelForCausalLM
 
+from longspan.attention import Meter
+from longspan.data import IGNORE, LocalBatch
 from longspan.errors import LongspanError
+from longspan.spec.layout import Layout
 from longspan.spec.run import RunConfig
-from longspan.testing import run_ranks
+from longspan.testing import cached_mesh, run_ranks
 from longspan.train import loop as loop_module
+from longspan.train.gradients import sum_gradients
 from longspan.train.groups import Groups
 from longspan.train.loop import train
 from longspan.train.metrics import StepRecord
@@ -18,6 +24,8 @@ from longspan.train.optimizer import build_optimizer
 from longspan.train.parallelize import ModelOptions, build_model
 from longspan.train.session import Session
 from longspan.train.step import evaluate, gradients_of, learning_rate, update
+from longspan.train.sums import LossSums
+from longspan.train.waiting import counting_waits
 from longspan.verify.reference import reference_losses
 from tests.train.parity import groups
 from tests.verify.runs import write_run
@@ -208,6 +216,33 @@ def test_recompute_runs_every_layer_twice_with_the_same_gradients(run):
     (once, gradient), (twice, again) = calls_and_gradient("none"), calls_and_gradient("full")
     assert (once, twice) == (micro_batches * layers, 2 * micro_batches * layers)
     assert torch.equal(gradient, again)
+
+
+def test_weights_count_in_the_reported_loss():
+    local = LocalBatch(*map(torch.tensor, ([5, 6, 7], [0, 1, 2], [6, 7, IGNORE], [1.0, 0.5, 0.0])))
+    sums = LossSums.zero().plus(torch.tensor([2.0, 4.0, 9.0]), local)
+    assert (sums.mean, sums.targets) == ((2.0 + 0.5 * 4.0) / 2, 2)
+
+
+def waited(rank, world):
+    """Seconds that each rank waits for a slow one, in a sum of gradients and under tensor parallelism."""
+    meter, weight = Meter(), torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    pair = groups(Layout(cp_inner=2))
+    if rank == 1:
+        time.sleep(0.5)
+    sum_gradients([weight], pair, meter)
+    summed = meter.wait_s
+    shared = DTensor.from_local(torch.ones(4), cached_mesh((2,), ("tp",)), [Partial()])
+    if rank == 1:
+        time.sleep(0.5)
+    with counting_waits(meter):
+        shared.full_tensor().sum()
+    return summed, meter.wait_s - summed
+
+
+def test_waiting_for_a_slow_rank_is_counted():
+    assert min(run_ranks(waited, 2)[0]) > 0.3
 
 
 def test_records_know_their_rates():
