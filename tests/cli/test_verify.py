@@ -18,6 +18,9 @@ CHECKS = {
     "loss, float32",
     "evaluation loss, float32",
     "gradients, float32",
+    "loss of one process, float32",
+    "evaluation loss of one process, float32",
+    "gradients of one process, float32",
 }
 
 
@@ -61,7 +64,7 @@ def test_a_caught_sabotage_differs(run: Path) -> None:
             "this run cannot show 'skip-cp-sum': dp × cp is 1: there is nothing to sum",
         ),
         ("--sabotage gremlins", "unknown sabotage 'gremlins'; use one of drop-bounds, "),
-        ("--layers 0", "layers=0 leaves no model; use 1 or more"),
+        ("--layers 0", "layers=0 must be from 1 to the model's 2"),
         ("--sequence 1", "data.sequence = 1: should be greater than or equal to 2"),
         ("--layout.tpp 2", "unknown key layout.tpp = 2; did you mean layout.tp?"),
         ("--layout.pp 2", "training with pp=2 is not supported; use pp=1"),
