@@ -185,6 +185,7 @@ def test_the_world_of_torchrun_must_fit(
         ("--model.spec.vocab_size 100", "'bytes' (vocabulary 257) gives id 256 to a model with a vocabulary"),
         ("--model.spec.rope.kind dynamic --model.spec.rope.factor 2.0", "dynamic RoPE (its angles depend on"),
         ("--train.dtype float8", "train.dtype = 'float8'"),
+        ("--optimizer.lr nan", "optimizer.lr = nan: should be a finite number"),
         ("--data.eval_documents 0", "there are no documents to evaluate on; raise data.eval_documents"),
     ],
 )

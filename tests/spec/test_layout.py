@@ -157,13 +157,17 @@ def test_unknown_axes_and_ranks_are_refused() -> None:
         Layout(tp=2).coordinates(2)
 
 
+# Every tp below divides them.
+WIDTHS = {"intermediate_size": 48, "vocab_size": 48}
+
+
 @pytest.mark.parametrize("heads", [1, 6, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_heads_are_accepted_exactly_when_every_rank_gets_whole_ones(
     heads: int, kv_heads: int, tp: int
 ) -> None:
-    spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, num_layers=1)
+    spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, num_layers=1, **WIDTHS)
     fits = heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
     if fits:
         Layout(tp=tp).check_model(spec)
@@ -173,7 +177,7 @@ def test_heads_are_accepted_exactly_when_every_rank_gets_whole_ones(
 
 
 def test_every_stage_needs_a_layer() -> None:
-    spec: Any = SimpleNamespace(num_heads=1, num_kv_heads=1, num_layers=3)
+    spec: Any = SimpleNamespace(num_heads=1, num_kv_heads=1, num_layers=3, **WIDTHS)
     with pytest.raises(ConfigError, match="needs 4 layers; the model has 3"):
         Layout(pp=2, vpp=2).check_model(spec)
 
