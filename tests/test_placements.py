@@ -1,7 +1,8 @@
 """What `ownership` says of a layout is what the ranks really hold: tokens, weights and gradients."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from longspan.attention import Meter, choose_kernel
-from longspan.model import InitialWeights
+from longspan.model import InitialWeights, whole
 from longspan.spec.layout import Layout
 from longspan.spec.ownership import ModuleShards, ownership
 from longspan.testing import run_ranks
 from longspan.train import forward
 from longspan.train.context_parallel import ContextParallel
 from longspan.train.forward import ParallelModel, prepare
-from longspan.train.gradients import sum_gradients
+from longspan.train.groups import Groups
 from longspan.train.parallelize import ModelOptions, build_model
+from longspan.train.session import StepBatches
+from longspan.train.step import gradients_of
 from tests.train.parity import SEQUENCE, batches, groups, tiny_model
 
 Tokens = dict[str, tuple[int, int]]
@@ -31,11 +34,11 @@ class Held:
     """What one rank holds of one parameter.
 
     Attributes:
-        weight_dim: the dimension that its DTensor splits, or None.
-        shape: shape of the local part.
+        weight_dim: the dimension that tp splits, or None.
+        shape: shape of the local part between uses.
         partial: whether the gradient comes out of backward as one summand of tp.
-        before: norm of this rank's gradient as backward leaves it.
-        after: the same once the gradient rule has summed it.
+        before: norm of this rank's gradient as backward leaves it, when nothing sums it over dp × cp.
+        after: norm of the whole gradient once all is summed.
     """
 
     weight_dim: int | None
@@ -46,26 +49,34 @@ class Held:
 
 
 def observed(rank: int, world: int, sizes: dict, model: str) -> tuple[Tokens, dict[str, Held]]:
-    """One forward and backward pass, watched from outside."""
-    spec, layout = tiny_model(model), Layout(**sizes)
+    """One forward and backward pass, watched from outside; once more without data parallelism's sums."""
+    layout = Layout(**sizes)
     group = groups(layout)
-    decoder = build_model(spec, InitialWeights(spec, 0), group, ModelOptions(torch.float64, torch.float64))
-    kernel = choose_kernel("auto", "cpu", torch.float64)
-    parallel = ParallelModel(decoder, group, kernel, Meter(), loss_chunk=16)
-    context = ContextParallel(layout.cp, group.coordinate("cp"), "zigzag", "ring")
-    batch = batches("crossing", layout.dp)[group.coordinate("dp")]
-    micro = prepare(batch, tuple(spec.window_layers), context)
-    with Watched(decoder) as tokens:
-        loss, _ = parallel.token_losses(micro, batch.num_targets)
+    parallel, batches = tiny_step(replace(group, weights=None), model)
+    with Watched(parallel.decoder) as tokens:
+        loss, _ = parallel.token_losses(batches.micro_batches[0], batches.num_targets)
     loss.backward()
-    before = {name: local_norm(p) for name, p in decoder.named_parameters()}
-    partial = {name: is_partial(p.grad) for name, p in decoder.named_parameters()}
-    sum_gradients(parallel.parameters(), group, parallel.meter)
-    held = {
-        name: Held(split_dim(p), tuple(local(p).shape), partial[name], before[name], local_norm(p))
-        for name, p in decoder.named_parameters()
-    }
+    before = {name: (local_norm(p), is_partial(p.grad)) for name, p in parallel.decoder.named_parameters()}
+    parallel, batches = tiny_step(group, model)
+    gradients_of(parallel, batches)
+    held = {}
+    for name, p in parallel.decoder.named_parameters():
+        norm, partial = before[name]
+        held[name] = Held(split_dim(p), tuple(local(p).shape), partial, norm, float(whole(p.grad).norm()))
     return tokens, held
+
+
+def tiny_step(group: Groups, model: str) -> tuple[ParallelModel, StepBatches]:
+    """A model and one micro-batch on each dp rank."""
+    spec, layout = tiny_model(model), group.layout
+    decoder = build_model(spec, InitialWeights(spec, 0), group, ModelOptions(torch.float64, torch.float64))
+    parallel = ParallelModel(
+        decoder, group, choose_kernel("auto", "cpu", torch.float64), Meter(), loss_chunk=16
+    )
+    context = ContextParallel(layout.cp, group.coordinate("cp"), "zigzag", "ring")
+    rows = batches("crossing", layout.dp)
+    micro = prepare(rows[group.coordinate("dp")], tuple(spec.window_layers), context)
+    return parallel, StepBatches(0, (micro,), sum(row.num_targets for row in rows))
 
 
 class Watched:
@@ -139,7 +150,10 @@ def is_partial(grad: Tensor | None) -> bool:
 def split_dim(parameter: nn.Parameter) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
-    (placement,) = parameter.placements
+    names = parameter.device_mesh.mesh_dim_names or ()
+    if "tp" not in names:
+        return None
+    placement = parameter.placements[names.index("tp")]
     assert placement == Replicate() or isinstance(placement, Shard)
     return placement.dim if isinstance(placement, Shard) else None
 
@@ -187,23 +201,33 @@ def check_weights(
             assert held.weight_dim == module.weight_dim, name
             assert held.partial == ("tp" in module.gradient_sum), name
             if not name.endswith(".bias"):
-                shape = list(module.weight_shape or ())
-                if module.weight_dim is not None:
-                    dim = module.weight_dim
-                    shape[dim] = share(shape[dim], layout.tp, layout.coordinates(rank)["tp"])
-                assert held.shape == tuple(shape), name
+                assert held.shape == shape_on(layout, module, rank), name
             check_sums(layout, module, [parameters[name] for parameters in seen], rank)
         assert used == rows.keys()
 
 
+def shape_on(layout: Layout, module: ModuleShards, rank: int) -> tuple[int, ...]:
+    """Shape of a rank's part of a weight: tp splits it, then dp_shard × cp share out that."""
+    shape, place = list(module.weight_shape or ()), layout.coordinates(rank)
+    if module.weight_dim is not None:
+        shape[module.weight_dim] = share(shape[module.weight_dim], layout.tp, place["tp"])
+    number = 0
+    for axis in module.weight_axes:
+        number = number * layout.size(axis) + place[axis]
+    if module.shared_dim is not None:
+        dim = module.shared_dim
+        shape[dim] = share(shape[dim], math.prod(map(layout.size, module.weight_axes)), number)
+    return tuple(shape)
+
+
 def check_sums(layout: Layout, module: ModuleShards, ranks: list[Held], rank: int) -> None:
-    """Gradients differ along the axes that sum them, before the sum; afterwards they agree there."""
+    """Gradients differ along the axes that sum them, before the sum; afterwards all ranks have the same one."""
     for axis in ("dp", "cp", "tp"):
         (peers,) = (group for group in layout.groups(axis) if rank in group)
         other = ranks[peers[peers.index(rank) - 1]]
+        assert ranks[rank].after == pytest.approx(other.after, rel=1e-12)
         if axis in module.gradient_sum:
             assert ranks[rank].before != pytest.approx(other.before, rel=1e-6)
-            assert ranks[rank].after == pytest.approx(other.after, rel=1e-12)
         elif module.weight_dim is None:
             assert ranks[rank].before == pytest.approx(other.before, rel=1e-12)
 
@@ -221,6 +245,12 @@ CELLS = [
     (4, {"tp": 2, "cp_inner": 2}, "qwen3"),
     (4, {"tp": 2, "sp": True, "dp_replicate": 2}, "qwen3"),
     (4, {"cp_outer": 2, "cp_inner": 2}, "gqa"),
+    (2, {"dp_shard": 2}, "biased"),
+    (2, {"cp_inner": 2, "fsdp": True}, "qwen2"),
+    (4, {"dp_replicate": 2, "dp_shard": 2}, "qwen3"),
+    (4, {"dp_shard": 2, "cp_inner": 2}, "biased"),
+    (4, {"dp_shard": 2, "tp": 2, "sp": True}, "qwen2"),
+    (8, {"dp_shard": 4, "tp": 2}, "llama"),
 ]
 
 

@@ -174,7 +174,10 @@ def test_the_world_of_torchrun_must_fit(
         ("--batch.global_batch 3 --layout.dp 2", "global_batch=3 is not a multiple of micro_batch=1 × dp=2;"),
         ("--layout.sp", "sp shares tokens out over tp, but tp=1;"),
         ("--layout.pp 2", "training with pp=2 is not supported; use pp=1"),
-        ("--layout.dp_shard 2", "training with dp_shard=2 is not supported; use dp_shard=1"),
+        (
+            "--layout.fsdp true",
+            "fsdp shares weights out over dp_shard × cp, but both are 1; set dp_shard or cp",
+        ),
         ("--data.source nowhere", "nowhere' does not exist; give a file, a folder"),
         ("--data.source empty", "empty' has no files; give a file, a folder"),
         ("--data.source blank", "blank' has no documents (1 empty and 0 undecodable ones were skipped);"),

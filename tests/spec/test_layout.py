@@ -193,3 +193,39 @@ def test_widths_that_tp_cannot_deal_out_are_refused(sizes, words):
     small = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 16, "num_heads": 4, "vocab_size": 64}
     with pytest.raises(ConfigError, match=words):
         Layout(tp=4).check_model(ModelSpec(**small | sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards", "copies"),
+    [
+        ({"dp_replicate": 4, "cp_inner": 2, "tp": 2}, 1, 8),
+        ({"dp_shard": 4, "cp_inner": 2}, 8, 1),
+        ({"dp_replicate": 3, "dp_shard": 2, "cp_outer": 2, "cp_inner": 2, "tp": 2}, 8, 3),
+        ({"cp_inner": 4, "fsdp": True}, 4, 1),
+        ({"dp_replicate": 2, "cp_inner": 4, "fsdp": True}, 4, 2),
+        ({}, 1, 1),
+    ],
+)
+def test_weights_are_shared_over_dp_shard_and_cp(sizes, shards, copies):
+    layout = Layout(**sizes)
+    assert (layout.weight_shards, layout.weight_copies) == (shards, copies)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"fsdp": True, "dp_replicate": 2}, "dp_shard × cp, but both are 1"),
+        ({"fsdp": False, "dp_shard": 2}, "dp_shard=2 shares weights out, but fsdp=false; use dp_replicate=2"),
+    ],
+)
+def test_contradictions_about_shared_weights_are_refused(sizes, words):
+    with pytest.raises(ConfigError, match=words):
+        Layout(**sizes)
+
+
+def test_a_vocabulary_that_neither_axis_can_deal_out_is_refused():
+    spec = ModelSpec(num_layers=1, hidden_size=24, intermediate_size=40, num_heads=4, vocab_size=53)
+    Layout(tp=2, dp_shard=4).check_model(spec)
+    Layout(dp_shard=5).check_model(spec)
+    with pytest.raises(ConfigError, match="neither can tp=2 deal out vocab_size=53 evenly, nor can 5 ranks"):
+        Layout(tp=2, dp_shard=5).check_model(spec)

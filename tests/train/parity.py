@@ -2,22 +2,21 @@
 
 from functools import cache
 from typing import NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from longspan.attention import Meter, choose_kernel
 from longspan.data import PackedBatch
-from longspan.model import InitialWeights
+from longspan.model import InitialWeights, whole
 from longspan.spec.layout import Layout
 from longspan.spec.model import ModelSpec
-from longspan.train import gradients
 from longspan.train.context_parallel import ContextParallel
 from longspan.train.forward import ParallelModel, prepare
 from longspan.train.groups import Groups
 from longspan.train.parallelize import ModelOptions, build_model
+from longspan.train.session import StepBatches
+from longspan.train.step import gradients_of
 from longspan.verify.reference import reference_losses
 
 MODELS = {
@@ -40,6 +39,8 @@ BATCHES = {
     "dust": [[[1, 1, 40, 1, 2, 16]]],
     "two_rows": [[[61], [9, 30, 22]]],
     "masked": [[[3, 2]], [[61]], [[4]]],
+    # Four micro-batches are accumulated; dp ranks take them in turn, so that in some only one rank has targets.
+    "targetless": [[[1, 1, 1]], [[61]], [[1]], [[20, 30]]],
 }
 SEQUENCE = 61
 
@@ -77,26 +78,14 @@ def groups(layout: Layout) -> Groups:
 
 def parallel_outcome(model: ParallelModel, micro_batches: list, num_targets: int) -> Outcome:
     """Loss and summed gradients of one global step."""
-    total = torch.zeros((), dtype=torch.float64)
-    for micro in micro_batches:
-        loss, _ = model.token_losses(micro, num_targets)
-        loss.backward()
-        total += loss.detach()
-    # Buckets so small that the tiny model needs several.
-    with patch.object(gradients, "BUCKET_BYTES", 4096):
-        gradients.sum_gradients(model.parameters(), model.groups, model.meter)
-    by_name = {n: whole(p.grad).double() for n, p in model.decoder.named_parameters()}
-    return Outcome(float(model.groups.add_over_dp_cp(total)), by_name)
+    sums = gradients_of(model, StepBatches(0, tuple(micro_batches), num_targets))
+    return Outcome(sums.mean, {n: whole(p.grad).double() for n, p in model.decoder.named_parameters()})
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def reference_outcome(spec: ModelSpec, data: list[PackedBatch], num_targets: int) -> Outcome:
+def reference_outcome(spec: ModelSpec, data: list[PackedBatch], num_targets: int, seed: int) -> Outcome:
     """The same step in one process, by definition."""
     decoder = build_model(
-        spec, InitialWeights(spec, 0), Groups.alone(), ModelOptions(torch.float64, torch.float64)
+        spec, InitialWeights(spec, seed), Groups.alone(), ModelOptions(torch.float64, torch.float64)
     )
     total = 0.0
     for batch in data:
@@ -118,7 +107,7 @@ def errors(outcome: Outcome, reference: Outcome) -> tuple[float, float]:
     return abs(outcome.loss - reference.loss) / abs(reference.loss), worst
 
 
-def parity_cell(rank, world, sizes, model, batch, sharding, transport, recompute="none"):
+def parity_cell(rank, world, sizes, model, batch, sharding, transport, seed=0, recompute="none"):
     """(loss error, gradient error) on rank 0: of the layout in float64 and float32, and of one process in float32."""
     spec, layout = tiny_model(model), Layout(**sizes)
     data = batches(batch, layout.dp)
@@ -126,7 +115,7 @@ def parity_cell(rank, world, sizes, model, batch, sharding, transport, recompute
 
     def outcome(group: Groups, dtype: torch.dtype) -> Outcome:
         context = ContextParallel(group.layout.cp, group.coordinate("cp"), sharding, transport)
-        decoder = build_model(spec, InitialWeights(spec, 0), group, ModelOptions(dtype, dtype, recompute))
+        decoder = build_model(spec, InitialWeights(spec, seed), group, ModelOptions(dtype, dtype, recompute))
         parallel = ParallelModel(decoder, group, choose_kernel("auto", "cpu", dtype), Meter(), loss_chunk=16)
         own = data[group.coordinate("dp") :: group.layout.dp]
         micro_batches = [prepare(b, tuple(spec.window_layers), context) for b in own]
@@ -135,5 +124,5 @@ def parity_cell(rank, world, sizes, model, batch, sharding, transport, recompute
     wide, narrow = outcome(groups(layout), torch.float64), outcome(groups(layout), torch.float32)
     if rank:
         return None
-    reference = reference_outcome(spec, data, num_targets)
+    reference = reference_outcome(spec, data, num_targets, seed)
     return [errors(run, reference) for run in (wide, narrow, outcome(Groups.alone(), torch.float32))]

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,6 @@ from longspan.spec.layout import Layout
 from longspan.spec.run import RunConfig
 from longspan.testing import cached_mesh, run_ranks
 from longspan.train import loop as loop_module
-from longspan.train.gradients import sum_gradients
 from longspan.train.groups import Groups
 from longspan.train.loop import train
 from longspan.train.metrics import StepRecord
@@ -227,23 +227,35 @@ def test_weights_count_in_the_reported_loss():
 
 
 def waits_counted(rank, world):
-    """How often a sum of gradients and a tensor-parallel collective count waiting: a clock that ticks when read."""
-    meter, weight = Meter(), torch.nn.Parameter(torch.ones(4))
-    weight.grad = torch.ones(4)
-    pair, shared = (
-        groups(Layout(cp_inner=2)),
-        DTensor.from_local(torch.ones(4), cached_mesh((2,), ("tp",)), [Partial()]),
-    )
+    """How often collectives count waiting: a clock that ticks when read."""
+    meter, pair = Meter(), groups(Layout(cp_inner=2))
+    shared = DTensor.from_local(torch.ones(4), cached_mesh((2,), ("tp",)), [Partial()])
+    counts = []
     with patch("longspan.attention.meter.time", SimpleNamespace(perf_counter=itertools.count().__next__)):
-        sum_gradients([weight], pair, meter)
-        summed = meter.wait_s
         with counting_waits(meter):
-            shared.full_tensor().sum()
-    return summed, meter.wait_s - summed
+            for collective in (
+                lambda: pair.add_over_dp_cp(torch.ones(4)),
+                lambda: dist.reduce_scatter_single(torch.ones(1), torch.ones(2), group=pair.dp_cp),
+                lambda: shared.full_tensor().sum(),
+                lambda: torch.ones(4).sum(),
+            ):
+                before = meter.wait_s
+                collective()
+                counts.append(meter.wait_s - before)
+        pair.add_over_dp_cp(torch.ones(4))
+    return counts
 
 
 def test_waiting_is_counted():
-    assert run_ranks(waits_counted, 2) == [(1, 1), (1, 1)]
+    assert run_ranks(waits_counted, 2) == [[1, 1, 1, 0]] * 2
+
+
+def test_a_wait_inside_a_wait_counts_once():
+    meter = Meter()
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    with patch("longspan.attention.meter.time", clock), meter.waiting(), meter.waiting():
+        pass
+    assert meter.wait_s == 2
 
 
 def test_records_know_their_rates():

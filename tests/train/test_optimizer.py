@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.optim import AdamW
 
 from longspan.errors import ConfigError
+from longspan.model import whole
 from longspan.spec.run_sections import OptimizerSection
 from longspan.testing import cached_mesh, run_ranks
 from longspan.train.optimizer import build_optimizer, clip_gradients, global_norm, set_learning_rate
@@ -47,10 +48,6 @@ def split_parameters(world: int) -> list[nn.Parameter]:
         return tensor if placement is None else distribute_tensor(tensor, mesh, [placement])
 
     return parameters_with_gradients(place)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_and_step(parameters: list[nn.Parameter], max_norm: float) -> tuple[float, list[torch.Tensor]]:

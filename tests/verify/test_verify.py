@@ -46,12 +46,18 @@ LAYOUTS = [
     {"cp_outer": 2, "cp_inner": 2},
     {"tp": 4, "sp": True, "cp": 2},
     {"dp": 2, "tp": 2, "cp": 2},
+    {"dp_shard": 2},
+    {"cp": 2, "fsdp": True},
+    {"dp_shard": 2, "tp": 2, "sp": True},
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
 ]
+# Enough rows for every dp rank.
+FOUR_ROWS = {"batch.global_batch": 4}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_passes(run, layout):
-    report = verdict(run, layout)
+    report = verdict(run, layout, **FOUR_ROWS)
     assert report["passed"], report["checks"]
     assert report["worst_gradient_error"] <= 1e-10
     assert report["loss_error"] <= 1e-12
@@ -68,15 +74,32 @@ def test_recompute_passes(run):
     assert verdict(run, ALL_AXES, **{"memory.recompute": "full"})["passed"]
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES)
-def test_every_sabotage_is_caught(run, sabotage):
-    report = verdict(run, ALL_AXES, sabotage)
+# Weights copied over dp × cp, shared out over it, and both.
+MIXES = [
+    {"dp_replicate": 2, "tp": 2, "sp": True, "cp": 2},
+    {"dp_shard": 2, "tp": 2, "sp": True, "cp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+]
+GRADIENT_SUMS = ["skip-cp-sum", "forget-dp", "forget-cp", "average-gradients", "fsdp-division"]
+CAUGHT = [(ALL_AXES, name) for name in SABOTAGES if name != "forget-dp"] + [
+    (mix, name)
+    for mix in MIXES
+    for name in (*GRADIENT_SUMS, "skip-tp-sum")
+    if "tp" in mix or name in GRADIENT_SUMS
+]
+
+
+@pytest.mark.parametrize(("layout", "sabotage"), CAUGHT, ids=str)
+def test_every_sabotage_is_caught(run, layout, sabotage):
+    report = verdict(run, layout, sabotage, **FOUR_ROWS)
     assert not report["passed"], f"{sabotage} was not caught: {report['checks']}"
     assert report["sabotage"] == sabotage
 
 
-def test_wrong_sums_show_in_the_scale(run):
-    report = verdict(run, {"cp": 2}, "average-gradients")
+@pytest.mark.parametrize("sabotage", ["average-gradients", "fsdp-division"])
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"dp_shard": 2}], ids=str)
+def test_wrong_sums_show_in_the_scale(run, layout, sabotage):
+    report = verdict(run, layout, sabotage)
     assert all(row["scale"] == pytest.approx(0.5) for row in report["parameters"])
 
 
@@ -99,6 +122,9 @@ BLIND = [
     ("late-label-shift", {"tp": 2}, {}),
     ("stale-kv", {"tp": 2}, {}),
     ("skip-cp-sum", {"tp": 2}, {}),
+    ("forget-dp", {"cp": 2}, {}),
+    ("forget-cp", {"dp": 2}, {}),
+    ("fsdp-division", {"tp": 2}, {}),
     ("skip-tp-sum", {"cp": 2}, {}),
     ("average-gradients", {"tp": 2}, {}),
     ("mean-of-means", {}, {"batch.global_batch": 1}),

@@ -21,10 +21,16 @@ class Meter:
     rounds: int = 0
     pairs: int = 0
     wait_s: float = 0.0
+    _depth: int = 0
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """Count the seconds of the block as waiting."""
+        """Count the seconds of the block as waiting; a block inside another counts once."""
         start = time.perf_counter()
-        yield
-        self.wait_s += time.perf_counter() - start
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.wait_s += time.perf_counter() - start

@@ -115,9 +115,14 @@ def _weight(layout: Layout, module: ModuleShards) -> str:
     if module.weight_shape is None:
         return "–"
     shape = "×".join(map(str, module.weight_shape))
-    if module.weight_dim is None:
-        return f"whole {shape}"
-    return f"{'columns' if module.weight_dim else 'rows'} 1/{layout.tp} of {shape}"
+    held = f"whole {shape}"
+    if module.weight_dim is not None:
+        held = f"{'columns' if module.weight_dim else 'rows'} 1/{layout.tp} of {shape}"
+    if not module.weight_axes:
+        return held
+    return (
+        f"{held}; between uses 1/{layout.weight_shards} of its {'columns' if module.shared_dim else 'rows'}"
+    )
 
 
 def _notes(layout: Layout, spec: ModelSpec, tokens: int) -> Iterator[str]:

@@ -32,6 +32,7 @@ class Sizes:
         pp: Pipeline stages.
         vpp: Chunks of layers on each stage.
         sp: Sequence parallelism inside tp groups.
+        fsdp: Share out weights over dp_shard × cp also where dp-shard is 1.
         ranks_per_node: Ranks on one machine.
     """
 
@@ -45,6 +46,7 @@ class Sizes:
     pp: int | None = None
     vpp: int | None = None
     sp: Flag = False
+    fsdp: Flag | None = None
     ranks_per_node: int | None = None
 
 

@@ -5,7 +5,7 @@ the part of one that lies in one row.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import numpy as np
@@ -139,6 +139,12 @@ class PackedBatch:
     def num_targets(self) -> int:
         """Number of labels that are learned."""
         return int(np.count_nonzero(self.labels_T != IGNORE))
+
+    def without_targets(self) -> "PackedBatch":
+        """The same tokens with nothing to learn, for a rank that must compute along and add nothing."""
+        return replace(
+            self, labels_T=np.full_like(self.labels_T, IGNORE), weights_T=np.zeros_like(self.weights_T)
+        )
 
     def _freeze(self) -> None:
         for name in (field.name for field in fields(self) if field.type is np.ndarray):

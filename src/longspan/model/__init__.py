@@ -4,7 +4,7 @@ from longspan.model.decoder import Decoder, DecoderLayer
 from longspan.model.init import InitialWeights, initial_tensor
 from longspan.model.layers import Attend
 from longspan.model.rotary import Rotary, rotary, rotate
-from longspan.model.weights import HfWeights, full_tensors, load_hf, materialise, save_hf
+from longspan.model.weights import HfWeights, full_tensors, load_hf, materialise, save_hf, whole
 
 __all__ = [
     "Attend",
@@ -20,4 +20,5 @@ __all__ = [
     "rotary",
     "rotate",
     "save_hf",
+    "whole",
 ]

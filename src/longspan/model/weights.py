@@ -5,6 +5,7 @@ state dict.
 """
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from longspan.errors import DataError, UnsupportedError
 from longspan.spec.model import ModelSpec
 from longspan.spec.parameters import parameter_shapes
 
-__all__ = ["HfWeights", "full_tensors", "load_hf", "materialise", "save_hf"]
+__all__ = ["HfWeights", "full_tensors", "load_hf", "materialise", "save_hf", "whole"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
@@ -130,8 +131,21 @@ def save_hf(
 def full_tensors(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a decoder, whole, one at a time; a collective over its mesh if it is sharded."""
     for name, parameter in decoder.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, whole.detach()
+        yield name, whole(parameter.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; a collective over its mesh if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # DTensor advises to flatten the mesh, which would save a message at the end of a run and nothing in a step.
+    advice = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = advice.level
+    advice.setLevel(logging.ERROR)
+    try:
+        return tensor.full_tensor()
+    finally:
+        advice.setLevel(level)
 
 
 @torch.no_grad()
@@ -153,12 +167,13 @@ def materialise(
     _refuse("weights", missing=[name for name, _ in decoder.named_parameters() if name not in source])
     decoder.to_empty(device=device)
     for name, parameter in decoder.named_parameters():
-        whole = source[name]
-        if whole.shape != parameter.shape:
-            _refuse("weights", misshaped=[f"{name} {tuple(whole.shape)}, not {tuple(parameter.shape)}"])
+        tensor = source[name]
+        if tensor.shape != parameter.shape:
+            _refuse("weights", misshaped=[f"{name} {tuple(tensor.shape)}, not {tuple(parameter.shape)}"])
         if isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(whole)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        parameter.copy_(tensor)
 
 
 def _hf_name(name: str) -> str:

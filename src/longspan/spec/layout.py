@@ -21,6 +21,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp_outer", "cp_inner", "tp")
 COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "cp": ("cp_outer", "cp_inner"),
+    "dp_shard_cp": ("dp_shard", "cp_outer", "cp_inner"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp_outer", "cp_inner"),
 }
 # What a run file and the command line may say for two axes at once.
@@ -60,6 +61,8 @@ class Layout:
     """Tensor-parallel ranks: each holds part of the heads, the MLP width and the vocabulary."""
     sp: StrictBool = False
     """Sequence parallelism: tp ranks also share out the tokens of everything outside the split weights."""
+    fsdp: StrictBool | None = None
+    """Share out weights, gradients and optimizer state over dp_shard × cp; left out, when dp_shard is above 1."""
     ranks_per_node: StrictInt | None = None
     """Ranks on one machine; without it, which links an axis crosses is unknown."""
 
@@ -74,6 +77,14 @@ class Layout:
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
                 f"vpp={self.vpp} cuts pipeline stages into chunks, but pp=1; set pp to 2 or more, or vpp=1"
+            )
+        if self.fsdp and self.size("dp_shard_cp") == 1:
+            raise ConfigError(
+                "fsdp shares weights out over dp_shard × cp, but both are 1; set dp_shard or cp"
+            )
+        if self.fsdp is False and self.dp_shard > 1:
+            raise ConfigError(
+                f"dp_shard={self.dp_shard} shares weights out, but fsdp=false; use dp_replicate={self.dp_shard}"
             )
         node = self.ranks_per_node
         if node and self.world > node and self.world % node:
@@ -119,6 +130,21 @@ class Layout:
     def cp(self) -> int:
         """Number of ranks that share one row."""
         return self.size("cp")
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """Axes over which weights are shared out between uses; none if each of their ranks keeps them whole."""
+        return COMBINED["dp_shard_cp"] if self.fsdp or self.dp_shard > 1 else ()
+
+    @property
+    def weight_shards(self) -> int:
+        """Parts that a tp rank's weights are shared out in between uses."""
+        return math.prod(getattr(self, axis) for axis in self.weight_axes)
+
+    @property
+    def weight_copies(self) -> int:
+        """Ranks that hold the same part of the same weights."""
+        return self.size("dp_cp") // self.weight_shards
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -209,6 +235,11 @@ class Layout:
         if math.ceil(spec.vocab_size / self.tp) * (self.tp - 1) >= spec.vocab_size:
             raise ConfigError(
                 f"vocab_size={spec.vocab_size} leaves a rank of tp={self.tp} without a row; use a larger vocabulary"
+            )
+        if self.tp > 1 and spec.vocab_size % self.tp and spec.hidden_size % self.weight_shards:
+            raise ConfigError(
+                f"neither can tp={self.tp} deal out vocab_size={spec.vocab_size} evenly, nor can {self.weight_shards} "
+                f"ranks share out hidden_size={spec.hidden_size}; use a vocabulary of {self.tp} × a whole number"
             )
         chunks = self.pp * self.vpp
         if spec.num_layers < chunks:

@@ -31,6 +31,8 @@ class ModuleShards:
         split: what of the module tp shares out.
         weight_shape: full shape of the weight, (output, input); None without one.
         weight_dim: dimension of the weight that tp splits; None when every tp rank holds all of it.
+        weight_axes: axes whose ranks share out that part between uses; empty when each keeps all of it.
+        shared_dim: dimension along which they do; None when each keeps all of it.
         gradient_sum: axes over which the weight's gradient is summed.
     """
 
@@ -40,6 +42,8 @@ class ModuleShards:
     split: Split | None
     weight_shape: tuple[int, ...] | None
     weight_dim: int | None
+    weight_axes: tuple[str, ...]
+    shared_dim: int | None
     gradient_sum: tuple[str, ...]
 
 
@@ -117,6 +121,8 @@ def _shards(module: _Module, layout: Layout, shape: tuple[int, ...] | None, shar
     whole = shared or module.weight_dim is None
     # A weight that tp copies has a whole gradient only where every tp rank sees the same tokens and heads.
     in_parts = whole and (module.split == "heads" or (layout.sp and module.input == _STREAM))
+    weight_axes = _used(layout, ("dp_shard", "cp")) if shape and layout.weight_axes else ()
+    uneven = shape and module.split == "vocabulary" and shape[0] % layout.tp
     return ModuleShards(
         module=module.name,
         input_tokens=_used(layout, tokens[module.input]),
@@ -124,6 +130,8 @@ def _shards(module: _Module, layout: Layout, shape: tuple[int, ...] | None, shar
         split=module.split if layout.tp > 1 else None,
         weight_shape=shape,
         weight_dim=None if whole or layout.tp == 1 else module.weight_dim,
+        weight_axes=weight_axes,
+        shared_dim=(1 if uneven else 0) if weight_axes else None,
         gradient_sum=_used(layout, ("dp", "cp", "tp") if in_parts else ("dp", "cp")) if shape else (),
     )
 
@@ -193,6 +201,12 @@ def axis_roles(layout: Layout) -> tuple[AxisRole, ...]:
         splits, _, _, traffic = roles["tp"]
         gradients = "each its own; norms and shared K/V weights summed"
         roles["tp"] = (f"{splits}; tokens between them", "norm weights", gradients, traffic)
+    for axis in ("cp_inner", "cp_outer"):
+        if axis in roles and layout.weight_axes:
+            splits, _, _, traffic = roles[axis]
+            _, nothing, gradients, gathered = _ROLES["dp_shard"]
+            shared = f"{splits}; weights, gradients and optimizer state between uses"
+            roles[axis] = (shared, nothing, gradients, f"{traffic}; {gathered}")
     names = {axis: _plain_name(layout, axis) for axis in roles}
     return tuple(
         AxisRole(name, layout.size(name), layout.link(name), *roles[axis]) for axis, name in names.items()

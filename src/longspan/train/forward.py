@@ -11,6 +11,7 @@ from longspan.attention import Kernel, Meter
 from longspan.data import LocalBatch, PackedBatch, shard
 from longspan.model import Decoder, rotary
 from longspan.train.context_parallel import AttentionPlan, ContextParallel, bind_attention, plan_attention
+from longspan.train.data_parallel import own_parameters
 from longspan.train.groups import Groups
 from longspan.train.loss import chunked_token_losses
 from longspan.train.tensor_parallel import local_hidden
@@ -96,5 +97,5 @@ class ParallelModel:
         return weight.to_local(), min(start, vocabulary)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """All parameters, in the same order on every rank."""
-        return list(self.decoder.parameters())
+        """This rank's parts of all parameters, in the same order on every rank; see `own_parameters`."""
+        return own_parameters(self.decoder)

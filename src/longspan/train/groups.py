@@ -1,7 +1,10 @@
 """This process's place in a layout and the process groups that follow from it; passed along, never global."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +13,8 @@ from longspan.errors import ConfigError
 from longspan.spec.layout import Layout
 
 __all__ = ["Groups"]
+
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,21 +25,29 @@ class Groups:
         layout: sizes of all axes.
         rank: this process's global rank.
         device: "cpu" or "cuda".
-        tp: mesh of the ranks that share this rank's weights, or None.
+        tp: mesh of the ranks that split this rank's weights, or None.
         cp: group of the ranks that share this rank's rows, or None.
         dp_cp: group over which weight gradients and loss sums are added, or None.
+        weights: mesh of the same ranks as (replicate, shard), or (shard,) without copies; or None. Along shard they
+            share out each weight between uses, along replicate they hold the same part. Its root mesh is that of tp.
     """
 
     layout: Layout
     rank: int
     device: str
-    tp: DeviceMesh | None
-    cp: dist.ProcessGroup | None
-    dp_cp: dist.ProcessGroup | None
+    tp: DeviceMesh | None = None
+    cp: dist.ProcessGroup | None = None
+    dp_cp: dist.ProcessGroup | None = None
+    weights: DeviceMesh | None = None
 
     @classmethod
-    def create(cls, layout: Layout, device: str = "cpu") -> "Groups":
+    def create(cls, layout: Layout, device: str = "cpu", timeout: timedelta = TIMEOUT) -> "Groups":
         """Make the groups of this process; every rank of the world calls it together.
+
+        Args:
+            layout: sizes of all axes.
+            device: "cpu" or "cuda".
+            timeout: how long a rank waits for another in any group; torch would not inherit the default group's.
 
         Raises:
             ConfigError: a layout of another size than the running world.
@@ -45,14 +58,23 @@ class Groups:
                 f"the layout needs {layout.world} ranks, {running} are running; start {layout.world}"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
-        tp = _group(layout, "tp")
-        mesh = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",)) if tp else None
-        return cls(layout, rank, device, mesh, _group(layout, "cp"), _group(layout, "dp_cp"))
+        axes = _mesh_axes(layout)
+        mesh = _mesh(layout, rank, device, axes, timeout) if axes else None
+        data = tuple(axis for axis in axes if axis != "tp")
+        return cls(
+            layout,
+            rank,
+            device,
+            tp=mesh["tp"] if mesh and "tp" in axes else None,
+            cp=_group(layout.groups("cp"), timeout) if layout.cp > 1 else None,
+            dp_cp=_group(layout.groups("dp_cp"), timeout) if layout.size("dp_cp") > 1 else None,
+            weights=mesh[data] if mesh and data else None,
+        )
 
     @classmethod
     def alone(cls, device: str = "cpu") -> "Groups":
         """Groups of a single process, whatever world it runs in; nothing is sent."""
-        return cls(Layout(), 0, device, None, None, None)
+        return cls(Layout(), 0, device)
 
     def coordinate(self, axis: str) -> int:
         """This rank's place on an axis."""
@@ -65,12 +87,34 @@ class Groups:
         return tensor
 
 
-def _group(layout: Layout, axis: str) -> dist.ProcessGroup | None:
-    """This rank's group on an axis. Communicators are opened at once: a ring's first message may be one-sided."""
-    if layout.size(axis) == 1:
-        return None
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in layout.groups(axis)])
+def _mesh_axes(layout: Layout) -> dict[str, int]:
+    """Axes of the mesh that weights live on, and their sizes; slowest first."""
+    axes: dict[str, int] = {}
+    if layout.weight_copies > 1:
+        axes["replicate"] = layout.weight_copies
+    if layout.size("dp_cp") > 1:
+        # FSDP wants this axis, also where each rank keeps all.
+        axes["shard"] = layout.weight_shards
+    if layout.tp > 1:
+        axes["tp"] = layout.tp
+    return axes
+
+
+def _mesh(layout: Layout, rank: int, device: str, axes: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """The mesh of this rank's pipeline stage, with groups of our own: init_device_mesh takes no timeout."""
+    stages = np.arange(layout.world).reshape(layout.pp, *axes.values())
+    groups = [
+        _group(np.moveaxis(stages, number + 1, -1).reshape(-1, size).tolist(), timeout)
+        for number, size in enumerate(axes.values())
+    ]
+    stage = torch.from_numpy(stages[layout.coordinates(rank)["pp"]])
+    return DeviceMesh.from_group(groups, device, mesh=stage, mesh_dim_names=tuple(axes))
+
+
+def _group(ranks: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group. Communicators are opened at once: a ring's first message may be one-sided."""
+    group, _ = dist.new_subgroups_by_enumeration([list(members) for members in ranks], timeout=timeout)
     if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(f"this rank is in no group of axis {axis}; start exactly {layout.world} ranks")
+        raise ConfigError(f"this rank is in none of the groups {ranks}; start exactly the layout's ranks")
     dist.barrier(group)
     return group

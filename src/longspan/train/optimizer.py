@@ -112,8 +112,13 @@ def _split_axes(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
         raise ValueError(
             f"gradient is still a partial sum ({gradient.placements}); sum it over its mesh first"
         )
-    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return (gradient.device_mesh, axes) if axes else None
+    mesh = gradient.device_mesh
+    axes = tuple(
+        axis
+        for axis, placement in enumerate(gradient.placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    )
+    return (mesh, axes) if axes else None
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 2. context parallelism splits tokens: nothing to do to the weights, the attention of each micro-batch is bound in
    `context_parallel`;
 3. recompute wraps whole layers;
-4. only then the weights get their numbers, each rank its own part.
+4. data parallelism shares weights out between uses, or copies them, and sums gradients: `data_parallel`;
+5. only then the weights get their numbers, each rank its own part.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from longspan.errors import UnsupportedError
 from longspan.model import Decoder, materialise
 from longspan.spec.layout import Layout
 from longspan.spec.model import ModelSpec
+from longspan.train.data_parallel import apply_data_parallel
 from longspan.train.groups import Groups
 from longspan.train.tensor_parallel import apply_tensor_parallel
 
@@ -62,6 +64,8 @@ def build_model(
         apply_tensor_parallel(decoder, groups.tp, groups.layout.sp)
     if options.recompute == "full":
         apply_recompute(decoder)
+    if groups.weights is not None:
+        apply_data_parallel(decoder, groups.weights, options.compute_dtype)
     materialise(decoder, weights, device=groups.device)
     return decoder
 
@@ -75,7 +79,7 @@ def apply_recompute(decoder: Decoder) -> None:
 
 def refuse_unbuilt_axes(layout: Layout) -> None:
     """Raise UnsupportedError for axes that a run would otherwise ignore."""
-    for axis in ("pp", "vpp", "dp_shard"):
+    for axis in ("pp", "vpp"):
         if getattr(layout, axis) > 1:
             raise UnsupportedError(
                 f"training with {axis}={getattr(layout, axis)} is not supported; use {axis}=1"

@@ -145,17 +145,22 @@ class Session:
         return StepBatches(step, micro_batches, data.num_targets)
 
     def evaluation_step(self, dp_rank: int | None = None) -> StepBatches:
-        """The fixed held-out rows, one row a micro-batch, dealt to the dp ranks in turn; a rank may have none.
+        """The fixed held-out rows, one row a micro-batch, dealt to the dp ranks in turn.
+
+        Every dp rank has equally many micro-batches, because shared weights are gathered by all together. Those for
+        which no row is left have no targets.
 
         Args:
             dp_rank: whose rows; this rank's when left out.
         """
         rows = PackedRows(self.corpus.evaluation, self.config.data.sequence, self.config.train.seed)
-        indices = range(self.config.train.eval_rows)
+        indices, dp = range(self.config.train.eval_rows), self.groups.layout.dp
         first = self.groups.coordinate("dp") if dp_rank is None else dp_rank
-        own = indices[first :: self.groups.layout.dp]
+        own = [rows.row(index) for index in indices[first::dp]]
+        missing = -(-len(indices) // dp) - len(own)
+        own += [rows.row(0).without_targets()] * missing
         windows = tuple(self.spec.window_layers)
-        micro_batches = tuple(prepare(rows.row(index), windows, self.context) for index in own)
+        micro_batches = tuple(prepare(batch, windows, self.context) for batch in own)
         return StepBatches(0, micro_batches, rows.num_targets(indices))
 
 

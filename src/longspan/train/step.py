@@ -3,8 +3,9 @@
 import torch
 
 from longspan.spec.run import RunConfig
+from longspan.train.data_parallel import reduce_over_copies, release
 from longspan.train.forward import ParallelModel
-from longspan.train.gradients import sum_gradients
+from longspan.train.gradients import gradient, sum_over_tp
 from longspan.train.optimizer import clip_gradients, set_learning_rate
 from longspan.train.session import StepBatches
 from longspan.train.sums import LossSums
@@ -28,10 +29,13 @@ def gradients_of(model: ParallelModel, batches: StepBatches) -> LossSums:
         parameter.grad = None
     with counting_waits(model.meter):
         for micro in batches.micro_batches:
+            reduce_over_copies(model.decoder, last=micro is batches.micro_batches[-1])
             loss, nll_t = model.token_losses(micro, batches.num_targets)
             loss.backward()
             sums = sums.plus(nll_t, micro.local)
-        sum_gradients(model.parameters(), model.groups, model.meter)
+        sum_over_tp(model.parameters())
+    for parameter in model.parameters():
+        gradient(parameter)
     return sums.over_ranks(model.groups)
 
 
@@ -51,14 +55,15 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: StepBatches) -> LossSums:
-    """Loss sums over all ranks, normalised as in training; a rank without rows adds nothing.
+    """Loss sums over all ranks, normalised as in training; a row without targets adds nothing.
 
     Args:
         model: left as it is.
-        batches: this rank's evaluation rows, one a micro-batch; every rank of a cp group has the same ones.
+        batches: this rank's evaluation rows, one a micro-batch: equally many on every rank.
     """
     sums = LossSums.zero()
     for micro in batches.micro_batches:
         _, nll_t = model.token_losses(micro, batches.num_targets)
         sums = sums.plus(nll_t, micro.local)
+    release(model.decoder)
     return sums.over_ranks(model.groups)

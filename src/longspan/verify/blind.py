@@ -15,6 +15,8 @@ from longspan.train.session import Session
 
 __all__ = [
     "needs_causal_blocks",
+    "needs_cp",
+    "needs_dp",
     "needs_dp_cp",
     "needs_late_labels",
     "needs_moves",
@@ -79,6 +81,16 @@ def needs_late_labels(session: Session) -> str | None:
 def needs_dp_cp(session: Session) -> str | None:
     """There must be ranks to sum over."""
     return None if session.groups.layout.size("dp_cp") > 1 else "dp × cp is 1: there is nothing to sum over"
+
+
+def needs_dp(session: Session) -> str | None:
+    """There must be ranks with other rows."""
+    return None if session.groups.layout.dp > 1 else "dp is 1: no rank has other rows"
+
+
+def needs_cp(session: Session) -> str | None:
+    """There must be ranks with other tokens of the same rows."""
+    return None if session.groups.layout.cp > 1 else "cp is 1: no rank has other tokens of the same rows"
 
 
 def needs_partial(session: Session) -> str | None:

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from longspan.data import PackedBatch
-from longspan.model import Decoder, full_tensors
+from longspan.model import Decoder, full_tensors, whole
 from longspan.train.gradients import gradient
 from longspan.train.optimizer import build_optimizer
 from longspan.train.parallelize import ModelOptions, build_model
@@ -103,9 +102,7 @@ def _wholes(batches: StepBatches) -> list[PackedBatch]:
 
 def _whole_gradients(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in decoder.named_parameters():
-        grad = gradient(parameter)
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        yield name, whole.detach().to("cpu", torch.float64, copy=True)
+        yield name, whole(gradient(parameter)).detach().to("cpu", torch.float64, copy=True)
 
 
 def _doubles(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

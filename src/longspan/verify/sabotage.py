@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.attention import engine
 from longspan.attention.transport import Held, Mover
@@ -20,11 +19,12 @@ from longspan.data import IGNORE, LocalBatch, PackedBatch
 from longspan.errors import ConfigError
 from longspan.spec import exchange
 from longspan.spec.blocks import Block
-from longspan.train import context_parallel, forward, gradients, groups, step
+from longspan.train import context_parallel, forward, groups
 from longspan.train.forward import MicroBatch, ParallelModel
 from longspan.train.session import Session
 from longspan.train.sums import LossSums
 from longspan.verify import blind
+from longspan.verify import gradient_faults as faults
 
 __all__ = ["SABOTAGES", "Sabotage", "find_sabotage"]
 
@@ -93,37 +93,6 @@ def _labels_shifted_after_sharding(local: LocalBatch) -> LocalBatch:
     """The next *local* token becomes the label: wrong wherever a rank's tokens do not follow each other."""
     shifted_t = torch.where(local.labels_t != IGNORE, local.tokens_t.roll(-1), IGNORE)
     return replace(local, labels_t=shifted_t)
-
-
-def _skip_dp_cp_sum(_: Session) -> Patch:
-    return patch.object(step, "sum_gradients", lambda parameters, *_: gradients.sum_over_tp(parameters))
-
-
-def _skip_tp_sum(_: Session) -> Patch:
-    real = gradients.sum_over_tp
-
-    def take_own_part(parameters: Any) -> None:
-        for parameter in parameters:
-            grad = parameter.grad
-            if isinstance(grad, DTensor) and parameter.placements == (Replicate(),):
-                own = grad.to_local()
-                parameter.grad = DTensor.from_local(own, parameter.device_mesh, parameter.placements)
-            else:
-                real([parameter])
-
-    return patch.object(gradients, "sum_over_tp", take_own_part)
-
-
-def _average_gradients(session: Session) -> Patch:
-    real = gradients.sum_gradients
-    layout = session.groups.layout
-
-    def average(parameters: Any, *rest: Any) -> None:
-        real(parameters := list(parameters), *rest)
-        for parameter in parameters:
-            parameter.grad.div_(layout.size("dp_cp"))
-
-    return patch.object(step, "sum_gradients", average)
 
 
 def _mean_of_means(session: Session) -> Patch:
@@ -209,13 +178,40 @@ _ALL = (
         "stale-kv", "a rank attends to its own K/V instead of those received", _stale, blind.needs_moves
     ),
     Sabotage(
-        "skip-cp-sum", "weight gradients are not summed over dp × cp", _skip_dp_cp_sum, blind.needs_dp_cp
+        "skip-cp-sum",
+        "weight gradients are not summed over dp × cp",
+        faults.skip_dp_cp_sum,
+        blind.needs_dp_cp,
     ),
     Sabotage(
-        "skip-tp-sum", "gradients of shared weights are not summed over tp", _skip_tp_sum, blind.needs_partial
+        "forget-dp",
+        "weight gradients are summed over cp alone, not dp × cp",
+        faults.forget_dp,
+        blind.needs_dp,
     ),
     Sabotage(
-        "average-gradients", "gradients are averaged over dp × cp", _average_gradients, blind.needs_dp_cp
+        "forget-cp",
+        "weight gradients are summed over dp alone, not dp × cp",
+        faults.forget_cp,
+        blind.needs_cp,
+    ),
+    Sabotage(
+        "skip-tp-sum",
+        "gradients of shared weights are not summed over tp",
+        faults.skip_tp_sum,
+        blind.needs_partial,
+    ),
+    Sabotage(
+        "average-gradients",
+        "gradients are averaged over dp × cp",
+        faults.average_gradients,
+        blind.needs_dp_cp,
+    ),
+    Sabotage(
+        "fsdp-division",
+        "FSDP's own division by dp × cp is left on",
+        faults.leave_division_on,
+        blind.needs_dp_cp,
     ),
     Sabotage(
         "mean-of-means", "the loss is a mean of per-rank means", _mean_of_means, blind.needs_uneven_targets
