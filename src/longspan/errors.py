@@ -3,13 +3,14 @@
 LongspanError
 ├── ConfigError        a setting, a size or a combination of them is wrong
 ├── UnsupportedError   the request is understood, and is refused by name
+├── CheckpointError    a checkpoint cannot be saved, or cannot be used
 ├── DataError          a corpus, tokenizer or weight file cannot be used
 └── RankError          a process of a distributed run failed
 
 Every message names the offending value and the fix, in one line; the command line prints it and exits with 2.
 """
 
-__all__ = ["ConfigError", "DataError", "LongspanError", "RankError", "UnsupportedError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "LongspanError", "RankError", "UnsupportedError"]
 
 
 class LongspanError(Exception):
@@ -22,6 +23,10 @@ class ConfigError(LongspanError):
 
 class UnsupportedError(LongspanError):
     """A feature that is understood and refused, rather than ignored or approximated."""
+
+
+class CheckpointError(LongspanError):
+    """A checkpoint cannot be saved, or one cannot be used."""
 
 
 class DataError(LongspanError):

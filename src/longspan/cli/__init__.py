@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 from longspan import __version__
 from longspan.cli import explain
 from longspan.cli.demo import demo
+from longspan.cli.export import export
 from longspan.cli.groups import groups
 from longspan.cli.train import train
 from longspan.cli.verify import verify
@@ -56,6 +57,7 @@ def _app() -> App:
     app.command(demo)
     app.command(train)
     app.command(verify)
+    app.command(export)
     app.command(groups)
     app.command(topics := App(name="explain", help="Say what a run file means, before it runs."))
     topics.command(explain.layout)

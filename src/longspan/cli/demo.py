@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict
 from importlib.resources import as_file, files
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,6 +12,9 @@ from longspan.cli.overrides import Override, parse_overrides
 from longspan.cli.train import trained
 from longspan.cli.verify import show, verified
 from longspan.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from longspan.train.loop import TrainResult
 
 # The proof runs the demo's own model and layout in float64, where full rows would take minutes.
 VERIFIED_TOKENS = 1024
@@ -25,13 +29,15 @@ def demo(*overrides: Override, json: Json = False) -> int:
         overrides: As for every verb.
         json: As for every verb.
     """
-    start, out, changes = time.monotonic(), console(as_json=True), parse_overrides(overrides)
+    from longspan.train.checkpoint.resume import Start
+
+    began, out, changes = time.monotonic(), console(as_json=True), parse_overrides(overrides)
     with as_file(files("longspan.cli") / "demo.toml") as run:
         config = RunConfig.load(run, changes)
         shorter = RunConfig.load(run, changes | {"data.sequence": min(VERIFIED_TOKENS, config.data.sequence)})
     if not json:
         out.print("[bold]1. Train[/]: tensor, sequence and context parallelism over packed documents")
-    result = trained(config, quiet=json)
+    result = trained(Start(config), quiet=json)
     if not json:
         out.print(
             f"\n[bold]2. Verify[/]: the same model and layout on rows of {shorter.data.sequence:,} tokens"
@@ -39,19 +45,20 @@ def demo(*overrides: Override, json: Json = False) -> int:
     report = verified(shorter)
     if result is None or report is None:
         return 0
-    seconds = time.monotonic() - start
+    seconds = time.monotonic() - began
     if json:
         print_json(asdict(result) | {"verified": report.passed, "seconds": seconds})
     else:
         show(report, out)
-        _show_end(config, result.first_loss, result.last_loss, seconds, out)
+        _show_end(config, result, seconds, out)
     return 0 if report.passed else 1
 
 
-def _show_end(config: RunConfig, first_loss: float, last_loss: float, seconds: float, out: Console) -> None:
+def _show_end(config: RunConfig, result: "TrainResult", seconds: float, out: Console) -> None:
     folder = config.output.folder
     out.print(
-        f"\nloss fell from {first_loss:.3f} to {last_loss:.3f} nats a byte; all of it took {seconds:.0f} s"
+        f"\nloss fell from {result.first_loss:.3f} to {result.last_loss:.3f} nats a byte; all of it took "
+        f"{seconds:.0f} s"
     )
     out.print(f"records      {folder / 'steps.jsonl'}", soft_wrap=True)
     if config.output.tensorboard:

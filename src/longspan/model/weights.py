@@ -6,6 +6,7 @@ state dict.
 
 import json
 import logging
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,8 +119,12 @@ def save_hf(
     sizes: list[dict[str, int]] = []
     dtypes: set[torch.dtype] = set()
     with TemporaryDirectory(dir=folder) as unfinished:
+        mode = _usual_mode(Path(unfinished) / "mode")
         for part in _parts(_checked(shapes, tensors), max_file_bytes):
-            save_file(part, Path(unfinished) / str(len(sizes)), metadata={"format": "pt"})
+            file = Path(unfinished) / str(len(sizes))
+            save_file(part, file, metadata={"format": "pt"})
+            # safetensors lets only the owner read its files.
+            file.chmod(mode)
             sizes.append({name: tensor.nbytes for name, tensor in part.items()})
             dtypes |= {tensor.dtype for tensor in part.values()}
         _publish(folder, Path(unfinished), sizes)
@@ -248,6 +253,12 @@ def _parts(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
             part = {}
         part[_hf_name(name)] = tensor.cpu().contiguous()
     yield part
+
+
+def _usual_mode(probe: Path) -> int:
+    """The permissions of a new file, found without touching the process's umask."""
+    probe.touch()
+    return stat.S_IMODE(probe.stat().st_mode)
 
 
 def _publish(folder: Path, unfinished: Path, sizes: list[dict[str, int]]) -> None:

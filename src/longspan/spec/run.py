@@ -16,6 +16,7 @@ from longspan.spec.model import ModelSpec
 from longspan.spec.run_sections import (
     AttentionSection,
     BatchSection,
+    CheckpointSection,
     DataSection,
     MemorySection,
     ModelSection,
@@ -51,6 +52,7 @@ class RunConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     memory: MemorySection = MemorySection()
     train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
 
     @field_validator("layout", mode="before")

@@ -268,6 +268,17 @@ class TrainSection(Section):
     """Tokens whose logits exist at once."""
 
 
+class CheckpointSection(Section):
+    """Checkpoints, from which a run can go on; the last step is always saved."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 saves at the end alone."""
+    keep: PositiveInt = 2
+    """How many of them stay; older ones are deleted once a new one is complete."""
+    asynchronous: bool = True
+    """Copy weights and optimizer state, and write them while training goes on."""
+
+
 class OutputSection(Section):
     """What the run leaves behind."""
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from longspan.train.metrics import StepRecord
 
-__all__ = ["StepTable"]
+__all__ = ["StepTable", "notes"]
 
 # Header, width and content of each column; units stand in the header.
 _COLUMNS: list[tuple[str, int, Callable[[StepRecord], str]]] = [
@@ -25,6 +25,12 @@ _COLUMNS: list[tuple[str, int, Callable[[StepRecord], str]]] = [
     ("wait", 5, lambda record: f"{record.wait_share:.0%}"),
     ("peak MiB", 8, lambda record: "" if record.peak_bytes is None else f"{record.peak_bytes / 2**20:,.0f}"),
 ]
+
+
+def notes(quiet: bool) -> Callable[[str], None]:
+    """A function that prints a line to stderr, or nothing if quiet."""
+    console = Console(stderr=True, highlight=False)
+    return lambda text: None if quiet else console.print(text, markup=False, soft_wrap=True)
 
 
 class StepTable:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -15,6 +16,10 @@ from longspan.errors import LongspanError
 from longspan.model import full_tensors, save_hf
 from longspan.spec.flops import StepFlops, step_flops
 from longspan.train.census import Peak, measure_peak, peak_rss_bytes
+from longspan.train.checkpoint.keeping import Keeper, keeping
+from longspan.train.checkpoint.manifest import Progress
+from longspan.train.checkpoint.resume import Found
+from longspan.train.console import notes
 from longspan.train.forward import ParallelModel
 from longspan.train.metrics import StepRecord
 from longspan.train.optimizer import build_optimizer
@@ -33,6 +38,8 @@ CENSUS_STEPS = 2
 class TrainResult:
     """What a run came to, over all ranks.
 
+    Losses, speed and memory are None where no step was left to take.
+
     Attributes:
         first_loss: loss of the first step.
         last_loss: loss of the last step.
@@ -40,46 +47,75 @@ class TrainResult:
         tokens_per_s: median over the steps without a storage census.
         peak_bytes: most living tensor bytes on any rank.
         seconds: from the first step to the end.
+        checkpoint: path of the last complete checkpoint, or None.
     """
 
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     eval_loss: float | None
-    tokens_per_s: float
-    peak_bytes: int
+    tokens_per_s: float | None
+    peak_bytes: int | None
     seconds: float
+    checkpoint: str | None
 
 
-def train(session: Session, *, quiet: bool = False) -> TrainResult:
-    """Train as the session's run file says, and leave weights and records in its output folder.
+def train(session: Session, *, quiet: bool = False, found: Found | None = None) -> TrainResult:
+    """Train as the session's run file says, and leave weights, records and checkpoints in its output folder.
 
     Args:
         session: every rank of the layout calls with its own.
         quiet: print nothing.
+        found: the checkpoint to go on from, or None to start anew; what an earlier run left in the output
+            folder is then set aside.
 
     Raises:
-        LongspanError: a loss or gradient that is not finite; nothing is saved then.
+        LongspanError: a loss or gradient that is not finite; a checkpoint that cannot be loaded or saved.
     """
     start = time.monotonic()
-    loop = _Loop.begin(session)
-    records: list[StepRecord] = []
+    with keeping(session, found) as keeper:
+        say = notes(quiet or session.groups.rank != 0)
+        for note in keeper.output.notes:
+            say(note)
+        loop = _Loop.begin(session)
+        progress = keeper.begin(loop.model.decoder.named_parameters(), loop.optimizer)
+        if progress.step >= session.config.train.steps:
+            say(f"all {progress.step:,} steps were taken before; nothing is left to train")
+        records = _steps(loop, keeper, progress, quiet, found)
+        if records or not keeper.output.has_weights:
+            _save(session, loop.model)
+        return _result(records, time.monotonic() - start, keeper.newest)
+
+
+def _steps(
+    loop: "_Loop", keeper: Keeper, progress: Progress, quiet: bool, found: Found | None
+) -> list[StepRecord]:
+    """Take the steps that are left; the last one is saved."""
+    session, records = loop.session, []
+    if progress.step >= session.config.train.steps:
+        return records
     with recording(
-        session.config, torch.device(session.groups.device), rank=session.groups.rank, quiet=quiet
+        session.config,
+        torch.device(session.groups.device),
+        rank=session.groups.rank,
+        quiet=quiet,
+        resumed_from_step=found.step if found else None,
     ) as write:
-        for batches in _prepared_ahead(session):
-            record = loop.step(batches)
+        for batches in _prepared_ahead(session, progress.step):
+            record = loop.step(batches, census=len(records) < CENSUS_STEPS)
             write(record)
             records.append(record)
-    _save(session, loop.model)
-    return _result(records, time.monotonic() - start)
+            progress = Progress(record.step, record.seen_tokens)
+            keeper.after_step(progress)
+        keeper.finish(progress)
+    return records
 
 
-def _prepared_ahead(session: Session) -> Iterator[StepBatches]:
-    """Every step's batches; the next step is dealt and planned while the present one computes."""
+def _prepared_ahead(session: Session, first: int) -> Iterator[StepBatches]:
+    """Every step's batches from `first` on; the next one is dealt and planned while the present one computes."""
     steps = session.config.train.steps
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as ahead:
-        coming = ahead.submit(session.training_step, 0)
-        for step in range(steps):
+        coming = ahead.submit(session.training_step, first)
+        for step in range(first, steps):
             batches = coming.result()
             if step + 1 < steps:
                 coming = ahead.submit(session.training_step, step + 1)
@@ -104,12 +140,12 @@ class _Loop:
 
         return cls(session, model, optimizer, evaluation)
 
-    def step(self, batches: StepBatches) -> StepRecord:
-        """Take one step, and evaluate after it where the run says so."""
+    def step(self, batches: StepBatches, *, census: bool) -> StepRecord:
+        """Take one step, and evaluate after it where the run says so; with a census, count living storages."""
         config, number = self.session.config, batches.step + 1
         lr, waited = learning_rate(config, batches.step), self.model.meter.wait_s
         start = time.perf_counter()
-        with self._memory(number) as peak:
+        with self._memory(census) as peak:
             sums = gradients_of(self.model, batches)
             norm = update(self.model, self.optimizer, lr, config.optimizer.clip_norm)
         seconds = time.perf_counter() - start
@@ -139,9 +175,9 @@ class _Loop:
             eval_loss=self.evaluation().mean if due else None,
         )
 
-    def _memory(self, number: int):
+    def _memory(self, census: bool):
         device = torch.device(self.session.groups.device)
-        if device.type == "cpu" and number > CENSUS_STEPS:
+        if device.type == "cpu" and not census:
             return nullcontext()
         return measure_peak(device, self.model.parameters())
 
@@ -193,7 +229,10 @@ def _save(session: Session, model: ParallelModel) -> None:
             pass
 
 
-def _result(records: list[StepRecord], seconds: float) -> TrainResult:
+def _result(records: list[StepRecord], seconds: float, checkpoint: Path | None) -> TrainResult:
+    newest = None if checkpoint is None else str(checkpoint)
+    if not records:
+        return TrainResult(None, None, None, None, None, seconds, newest)
     timed = records[CENSUS_STEPS:] or records
     evaluations = [record.eval_loss for record in records if record.eval_loss is not None]
     return TrainResult(
@@ -203,4 +242,5 @@ def _result(records: list[StepRecord], seconds: float) -> TrainResult:
         tokens_per_s=median(record.tokens_per_s for record in timed),
         peak_bytes=max(record.peak_bytes or 0 for record in records),
         seconds=seconds,
+        checkpoint=newest,
     )

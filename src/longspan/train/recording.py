@@ -19,7 +19,12 @@ __all__ = ["JsonlLog", "TensorBoardLog", "recording"]
 
 @contextmanager
 def recording(
-    config: RunConfig, device: torch.device, *, rank: int, quiet: bool
+    config: RunConfig,
+    device: torch.device,
+    *,
+    rank: int,
+    quiet: bool,
+    resumed_from_step: int | None = None,
 ) -> Generator[Callable[[StepRecord], None]]:
     """A function that writes a step's record everywhere the run asks for; on ranks other than 0 it does nothing.
 
@@ -28,14 +33,16 @@ def recording(
         device: where this rank computes.
         rank: global rank.
         quiet: print nothing; the files are written all the same.
+        resumed_from_step: steps taken before, by a run whose files are gone on with.
     """
     with ExitStack() as stack:
         logs: list[JsonlLog | TensorBoardLog | StepTable] = []
         if rank == 0:
             folder, run = config.output.folder, describe_run(config, device)
+            run |= {"resumed_from_step": resumed_from_step}
             logs.append(JsonlLog(folder / "steps.jsonl", run, run_tags(config, device)))
             if config.output.tensorboard:
-                logs.append(TensorBoardLog(folder / "tensorboard", run))
+                logs.append(TensorBoardLog(folder / "tensorboard", run, resumed_from_step))
             if not quiet:
                 logs.append(StepTable(config.train.steps, config.train.log_every))
         writers = [stack.enter_context(log).write for log in logs]
@@ -85,10 +92,12 @@ class TensorBoardLog:
     Args:
         folder: the folder to give to `tensorboard --logdir`.
         run: all about the run.
+        resumed_from_step: hides what an earlier process wrote of the steps after it.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        self._writer = SummaryWriter(str(folder))
+    def __init__(self, folder: Path, run: dict[str, Any], resumed_from_step: int | None = None) -> None:
+        purge_step = None if resumed_from_step is None else resumed_from_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._writer.add_text("run", f"```\n{json.dumps(json_ready(run), indent=2)}\n```")
 
     def __enter__(self) -> Self:
