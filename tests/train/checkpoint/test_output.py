@@ -73,7 +73,9 @@ def test_two_runs_cannot_share_a_folder(config: RunConfig, goes_on_from: int | N
     identity = leave_a_run(config, "first")
     with output_folder(config, goes_on_from=2):
         with (
-            pytest.raises(CheckpointError, match="another run is at work in .*; wait for its end or set output"),
+            pytest.raises(
+                CheckpointError, match="another run is at work in .*; wait for its end or set output"
+            ),
             output_folder(config, goes_on_from=goes_on_from),
         ):
             pass
@@ -85,7 +87,9 @@ def test_two_runs_cannot_share_a_folder(config: RunConfig, goes_on_from: int | N
 def test_what_the_run_reads_is_not_moved_away(config: RunConfig, tmp_path: Path) -> None:
     leave_a_run(config, "first")
     with (
-        pytest.raises(ConfigError, match="weights is an input of this run and lies in what an earlier run left"),
+        pytest.raises(
+            ConfigError, match="weights is an input of this run and lies in what an earlier run left"
+        ),
         output_folder(config, goes_on_from=None, inputs=[config.output.folder / "weights"]),
     ):
         pass

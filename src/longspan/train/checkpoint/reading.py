@@ -142,5 +142,8 @@ def read_tensors(reader: CheckedReader, tensors: Mapping[str, Tensor]) -> None:
     plan = planner.finish_plan(planner.create_local_plan())
     try:
         reader.read_data(plan, planner).wait()
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except pickle.UnpicklingError:
+        # Torch's own words advise to load it all the same.
+        raise CheckpointError(f"{reader.path} holds something else than tensors; it is refused") from None
+    except (EOFError, RuntimeError) as error:
         raise CheckpointError(f"{reader.path} cannot be read: {' '.join(str(error).split())[:300]}") from None
