@@ -45,7 +45,7 @@ def test_words_and_exit_code(
 
     def trained(config, quiet):
         seen.append((config.layout.tp, config.layout.cp, config.layout.sp, config.data.sequence, quiet))
-        return TrainResult(5.5, 2.5, 2.6, 1e3, 10**6, 60.0)
+        return TrainResult(5.5, 2.5, 2.6, 1e3, 10**6, 60.0, None)
 
     def verified(config):
         seen.append((config.layout.tp, config.layout.cp, config.layout.sp, config.data.sequence))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig
 
 from tests.cli.commands import done, refused
@@ -18,9 +19,11 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run over tp and cp with a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("run")
     vocabulary = {"document": 1, "unknown": 0} | {str(number): 2 + number for number in range(24)}
-    Tokenizer(WordLevel(vocabulary, unk_token="unknown")).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="unknown"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
     run = write_run(folder)
-    words = ("--layout.tp", "2", "--layout.cp", "2", "--train.steps", "2", "--data.sequence", "4")
+    words = ("--layout.tp", "2", "--layout.cp", "2", "--train.steps", "2", "--data.sequence", "9")
     changes = ("--data.tokenizer", folder / "tokenizer.json", "--train.eval_every", "0")
     done("train", run, *words, *changes)
     return folder / "out"

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,26 +187,28 @@ def test_a_changed_corpus_is_refused(run: Path, four_steps: Path, capsys: pytest
         added.unlink()
 
 
+FULL_AT_STEP_4 = """
+import resource, sys
+from longspan.cli import main
+from longspan.train.checkpoint.writing import Writer
+
+save = Writer.save
+
+def limited(self, progress):
+    if progress.step == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    save(self, progress)
+
+Writer.save = limited
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_goes_on(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     words = ("train", run, "--checkpoint.every", "2", "--output.folder", folder, "--train.steps", "6")
-    script = (
-        "import resource, sys\n"
-        "from longspan.cli import main\n"
-        "from longspan.train.checkpoint import writing\n"
-        "save = writing.Writer.save\n"
-        "def limited(self, progress):\n"
-        "    if progress.step == 4:\n"
-        "        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
-        "    save(self, progress)\n"
-        "writing.Writer.save = limited\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    import subprocess
-    import sys
-
     full = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words), "--json"],
+        [sys.executable, "-c", FULL_AT_STEP_4, *map(str, words), "--json"],
         capture_output=True,
         text=True,
         timeout=240,

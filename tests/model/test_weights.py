@@ -1,6 +1,8 @@
 """Weights to and from Hugging Face folders, and into plain and sharded decoders."""
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,19 @@ def test_saving_again_leaves_no_file_of_the_former_form(folder: Path) -> None:
     save_hf(folder, ModelSpec.from_hf(folder), weights.items())
     assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]
     assert same_bits(dict(load_hf(folder)), weights)
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    """Shared folders stay readable for others, which safetensors by itself does not let them be."""
+    spec = ModelSpec.from_hf(CONFIGS["llama2"])
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            save_hf(tmp_path / oct(mask), spec, InitialWeights(spec, 0).items())
+        finally:
+            os.umask(before)
+        found = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / oct(mask)).iterdir()}
+        assert found == {mode}
 
 
 def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:

@@ -55,6 +55,19 @@ def test_tensorboard_holds_scalars(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("eval_loss")] == [4]
 
 
+def test_a_resumed_run_hides_the_steps_that_it_takes_again(tmp_path: Path) -> None:
+    write(config_in(tmp_path))
+    with recording(
+        config_in(tmp_path), torch.device("cpu"), rank=0, quiet=True, resumed_from_step=3
+    ) as record:
+        record(dataclasses.replace(RECORD, step=4, loss=1.5))
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["resumed_from_step"] for line in lines if line["kind"] == "run"] == [None, 3]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [3, 4, 4]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5), (4, 1.5)]
+
+
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
     write(config_in(tmp_path, tensorboard=False))
     assert [path.name for path in tmp_path.iterdir()] == ["steps.jsonl"]

@@ -29,15 +29,13 @@ def demo(*overrides: Override, json: Json = False) -> int:
         overrides: As for every verb.
         json: As for every verb.
     """
-    from longspan.train.checkpoint.resume import Start
-
-    began, out, changes = time.monotonic(), console(as_json=True), parse_overrides(overrides)
+    start, out, changes = time.monotonic(), console(as_json=True), parse_overrides(overrides)
     with as_file(files("longspan.cli") / "demo.toml") as run:
         config = RunConfig.load(run, changes)
         shorter = RunConfig.load(run, changes | {"data.sequence": min(VERIFIED_TOKENS, config.data.sequence)})
     if not json:
         out.print("[bold]1. Train[/]: tensor, sequence and context parallelism over packed documents")
-    result = trained(Start(config), quiet=json)
+    result = trained(config, quiet=json)
     if not json:
         out.print(
             f"\n[bold]2. Verify[/]: the same model and layout on rows of {shorter.data.sequence:,} tokens"
@@ -45,7 +43,7 @@ def demo(*overrides: Override, json: Json = False) -> int:
     report = verified(shorter)
     if result is None or report is None:
         return 0
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     if json:
         print_json(asdict(result) | {"verified": report.passed, "seconds": seconds})
     else:

@@ -50,7 +50,7 @@ def train(
 
     config = RunConfig.load(run, parse_overrides(overrides))
     start = find_start(config, resume, trust=trust_checkpoint, allow_changes=allow_changes)
-    result = trained(start, json)
+    result = trained(start.config, json, start)
     if result is None:
         return
     if json:
@@ -68,14 +68,14 @@ def _words(result: "TrainResult", folder: Path) -> str:
     )
 
 
-def trained(start: "Start", quiet: bool) -> "TrainResult | None":
-    """Train; what it came to, on rank 0."""
+def trained(config: RunConfig, quiet: bool, start: "Start | None" = None) -> "TrainResult | None":
+    """Train; what it came to, on rank 0. Without a start, the run begins anew."""
     from longspan.cli.ranks import on_ranks
 
-    return on_ranks(_train, start.config, start, quiet)
+    return on_ranks(_train, config, quiet, start)
 
 
-def _train(config: RunConfig, groups: "Groups", start: "Start", quiet: bool) -> Any:
+def _train(config: RunConfig, groups: "Groups", quiet: bool, start: "Start | None") -> Any:
     from longspan.cli.opening import loading, show_opening
     from longspan.train.loop import train
     from longspan.train.session import Session
@@ -85,6 +85,6 @@ def _train(config: RunConfig, groups: "Groups", start: "Start", quiet: bool) -> 
         session = Session.open(config, groups, on_progress=on_progress)
     if first:
         show_opening(session, out)
-        for note in start.notes:
+        for note in start.notes if start else ():
             out.print(note, markup=False, soft_wrap=True)
-    return train(session, quiet=quiet, found=start.found)
+    return train(session, quiet=quiet, found=start.found if start else None)
