@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longspan.errors import CheckpointError
 from longspan.testing import run_ranks
@@ -201,3 +202,13 @@ def test_a_fault_of_ours_keeps_its_traceback_where_it_happened(tmp_path: Path) -
         f"CheckpointError: saving the checkpoint of step 1 in {tmp_path} failed on rank 1: TypeError: a fault of ours"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    tensors = {"model.a": torch.arange(SIZE).float()}
+    saver = writer(tmp_path, tensors)
+    saver.save(Progress(1))
+    saver.wait()
+    dcp_to_torch_save(step_folder(tmp_path, 1), tmp_path / "plain.pt")
+    read = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert torch.equal(read["model.a"], tensors["model.a"])
