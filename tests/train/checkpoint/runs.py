@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from longspan.model import whole
 from longspan.spec.run import RunConfig
 from longspan.train.checkpoint.folder import step_folder
 from longspan.train.checkpoint.keeping import keeping
@@ -18,7 +19,7 @@ from longspan.train.groups import Groups
 from longspan.train.optimizer import build_optimizer
 from longspan.train.session import Session
 from longspan.train.step import gradients_of, learning_rate, update
-from tests.train.parity import groups, whole
+from tests.train.parity import groups
 
 QUIET = {"train.eval_every": 0, "train.dtype": "float64"}
 

@@ -17,6 +17,10 @@ LAYOUTS = {
     "tp2 sp cp2": {"layout.tp": 2, "layout.cp": 2, "layout.sp": True},
     "cp4": {"layout.cp": 4},
     "dp4": {"layout.dp": 4},
+    "dp_shard4": {"layout.dp_shard": 4},
+    "hsdp": {"layout.dp_replicate": 2, "layout.dp_shard": 2},
+    "tp2 fsdp cp2": {"layout.tp": 2, "layout.cp": 2, "layout.fsdp": True},
+    "tp2 dp_shard2": {"layout.tp": 2, "layout.dp_shard": 2, "layout.sp": True},
     "tp4": {"layout.tp": 4},
     "one": {},
 }
@@ -69,6 +73,10 @@ def world(layout: str) -> int:
         ("tp2 sp cp2", "tp4"),
         ("tp4", "one"),
         ("one", "tp2 sp cp2"),
+        ("tp2 fsdp cp2", "dp_shard4"),
+        ("dp_shard4", "tp2 cp2"),
+        ("hsdp", "tp2 dp_shard2"),
+        ("tp2 dp_shard2", "one"),
     ],
 )
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, saved: str, loaded: str) -> None:
