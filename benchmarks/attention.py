@@ -2,7 +2,9 @@
 
 `python -m benchmarks.attention --world 2 --sequence 8192` times ours and, beside it, every peer that runs here. Each
 side takes turns with the ideal; a side's time is that of its slowest rank, from a common start. Before the clock runs,
-output and gradients are compared with the ideal's, and a side whose results differ is not timed.
+output and gradients are compared with the ideal's, and a side whose results differ is not timed. One more row runs a
+whole copy of the one-process attention on every rank at once and compares that with one copy alone: what it is above 1
+is the machine's own doing.
 """
 
 import sys
@@ -28,7 +30,7 @@ from benchmarks.harness import (
 )
 from benchmarks.peers import PEERS
 from benchmarks.ranks import measure, profile
-from benchmarks.sides import OURS, Case, Side
+from benchmarks.sides import COPIES, OURS, WHOLE, Case, Side
 from longspan.errors import RankError
 from longspan.testing import run_ranks
 
@@ -76,7 +78,8 @@ def main(
         return _profile(case, ours, plan.pairs)
     noise = plan.noise()
     facts = {"config": case.config(), "environment": environment(case.device), "noise": noise}
-    rows = [_row(case, side, Ability(True), plan) | facts for side in ours]
+    controls = [COPIES] if case.world > 1 else []
+    rows = [_row(case, side, Ability(True), plan) | facts for side in (*ours, *controls)]
     if peers and case.world > 1:
         rows += [_row(case, side, _ability(case, side), plan) | facts for side in PEERS]
     title = f"Attention, {case.world} {'ranks' if case.world > 1 else 'process'}, {case.sequence:,} tokens"
@@ -126,7 +129,7 @@ def _row(case: Case, side: Side, ability: Ability, plan: Plan) -> dict[str, Any]
     note = "; ".join(filter(None, (side.note, ability.reason)))
     return (
         {"name": side.name, "passes": PASSES[ability.backward]}
-        | figures(pairs, case.world)
+        | figures(pairs, 1 if side.sharding == WHOLE else case.world)
         | {
             "error": error,
             "note": note,

@@ -81,17 +81,18 @@ class Case:
 
 
 class Ours:
-    """Longspan's step as its training loop takes it."""
+    """Longspan's step as its training loop takes it, in one process or on one rank of `groups`."""
 
-    def __init__(self, case: Case, vocabulary: int) -> None:
+    def __init__(self, case: Case, vocabulary: int, groups: Groups | None = None) -> None:
         spec = case.spec(vocabulary)
-        groups, compute = Groups.alone(case.device), DTYPES[case.dtype]
+        groups, compute = groups or Groups.alone(case.device), DTYPES[case.dtype]
         decoder = build_model(spec, InitialWeights(spec, _SEED), groups, ModelOptions(compute_dtype=compute))
         kernel = choose_kernel("auto", case.device, compute)
         self.model = ParallelModel(decoder, groups, kernel, Meter(), TrainSection().loss_chunk)
         self.optimizer = build_optimizer(self.model.parameters(), ADAMW)
         batch = PackedBatch.from_documents([[case.row(vocabulary)]], case.tokens)
-        micro = prepare(batch, tuple(spec.window_layers), ContextParallel(1, 0, "contiguous", "ring"))
+        context = ContextParallel(groups.layout.cp, groups.coordinate("cp"), "zigzag", "ring")
+        micro = prepare(batch, tuple(spec.window_layers), context)
         self.batches = StepBatches(0, (micro,), batch.num_targets)
 
     def step(self) -> float:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Pair, Plan, time_pairs
-from benchmarks.sides import Attend, Case, Place, Side, sdpa
+from benchmarks.sides import WHOLE, Attend, Case, Place, Side, sdpa
 from longspan.spec.sharding import deal
 
 Run = Callable[[], list[Tensor]]
@@ -65,6 +65,8 @@ def profile(rank: int, world: int, case: Case, side: Side, backward: bool, repea
 
 
 def _index(case: Case, side: Side, rank: int) -> Tensor:
+    if side.sharding == WHOLE:
+        return torch.arange(case.sequence, device=case.device)
     sharding = deal(side.sharding, (0, case.sequence), 1, case.world)
     return torch.from_numpy(sharding.index(rank)).to(case.device)
 

@@ -20,6 +20,7 @@ from longspan.spec.mask import Mask
 from longspan.spec.sharding import deal
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+WHOLE = "whole"
 _TIMEOUT = timedelta(minutes=10)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,7 +95,7 @@ class Side:
 
     Attributes:
         name: as its row says.
-        sharding: which tokens a rank owns: "zigzag" or "contiguous".
+        sharding: which tokens a rank owns: "zigzag", "contiguous" or "whole".
         build: makes the function of one rank, before the clock runs.
         note: what the name cannot say.
     """
@@ -125,6 +126,17 @@ def _ours(case: Case, place: Place, transport: Transport) -> Attend:
     return partial(attend, call=call)
 
 
+def _copy(case: Case, place: Place) -> Attend:
+    return sdpa
+
+
+# What the machine itself takes for using all of its cores: nothing is shared and nothing is sent.
+COPIES = Side(
+    "torch SDPA, a whole copy on every rank",
+    WHOLE,
+    _copy,
+    "no exchange: the price of keeping all cores busy at once",
+)
 OURS = {
     "ring": Side("longspan ring", "zigzag", partial(_ours, transport="ring")),
     "all_gather": Side("longspan all-gather", "zigzag", partial(_ours, transport="all_gather")),
