@@ -129,7 +129,7 @@ def _row(case: Case, side: Side, ability: Ability, plan: Plan) -> dict[str, Any]
     note = "; ".join(filter(None, (side.note, ability.reason)))
     return (
         {"name": side.name, "passes": PASSES[ability.backward]}
-        | figures(pairs, 1 if side.sharding == WHOLE else case.world)
+        | figures(pairs, case.world, copies=case.world if side.sharding == WHOLE else 1)
         | {
             "error": error,
             "note": note,
@@ -142,16 +142,17 @@ def _measure(case: Case, side: Side, backward: bool, plan: Plan) -> tuple[float,
     return max(rank.error for rank in measured), over_ranks([rank.pairs for rank in measured])
 
 
-def figures(pairs: list[Pair], world: int) -> dict[str, Any]:
-    """The figures of a row, from the pairs of a whole world."""
-    ratio = Spread.of([pair.side.wall_s * world / pair.yardstick.wall_s for pair in pairs])
+def figures(pairs: list[Pair], world: int, copies: int = 1) -> dict[str, Any]:
+    """The figures of a row, from the pairs of a whole world that computed so many copies of the yardstick's work."""
+    ideal = world / copies
+    ratio = Spread.of([pair.side.wall_s * ideal / pair.yardstick.wall_s for pair in pairs])
     return {
         "seconds": median(pair.side.wall_s for pair in pairs),
-        "ideal_seconds": median(pair.yardstick.wall_s for pair in pairs) / world,
+        "ideal_seconds": median(pair.yardstick.wall_s for pair in pairs) / ideal,
         "ratio_to_ideal": ratio.median,
         "ratio_least": ratio.least,
         "ratio_greatest": ratio.greatest,
-        "cpu_ratio": median(pair.side.cpu_s / pair.yardstick.cpu_s for pair in pairs),
+        "cpu_ratio": median(pair.side.cpu_s / copies / pair.yardstick.cpu_s for pair in pairs),
         "pairs": len(pairs),
     }
 
