@@ -51,7 +51,7 @@ def _app() -> App:
     app = App(
         name="longspan",
         version=__version__,
-        help="Plan, train, measure and verify transformers on sequences too long for one device.",
+        help="Train transformers on sequences too long for one device, and prove that the run is right.",
         default_parameter=Parameter(negative=()),
     )
     app.command(demo)
