@@ -28,6 +28,9 @@ check: .venv/.installed
 bench: .venv/.installed-bench
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.context
+	$(BIN)/python -m benchmarks.context --fsdp
+	$(BIN)/python -m benchmarks.saving
 
 # Runs every example in the docs, the README and the docstrings.
 docs: .venv/.installed
