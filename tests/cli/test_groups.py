@@ -55,3 +55,9 @@ def test_json_is_the_only_thing_printed(capsys: pytest.CaptureFixture[str]) -> N
         "dp_cp": "inter-node",
     }
     assert value["layout"]["dp_replicate"] == 2
+
+
+def test_weights_that_are_shared_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "weights shared out over 4 ranks\n" in printed(capsys, "--world 8 --dp-shard 2 --cp 2 --tp 2")
+    assert "weights shared out over 2 ranks\n" in printed(capsys, "--world 4 --cp 2 --tp 2 --fsdp")
+    assert "shared out over" not in printed(capsys, "--world 4 --cp 2 --tp 2").splitlines()[0]

@@ -64,14 +64,16 @@ def test_every_layout_passes(run, layout):
     assert all(abs(row["scale"] - 1) < 1e-8 for row in report["parameters"])
 
 
-def test_bfloat16_is_held_to_twice_one_process(run):
-    report = verdict(run, ALL_AXES, **{"train.dtype": "bfloat16"})
+@pytest.mark.parametrize("layout", [ALL_AXES, {"dp_shard": 2, "cp": 2}], ids=str)
+def test_bfloat16_is_held_to_twice_one_process(run, layout):
+    report = verdict(run, layout, **{"train.dtype": "bfloat16"})
     assert report["passed"], report["checks"]
     assert any("bfloat16" in check["name"] for check in report["checks"])
 
 
-def test_recompute_passes(run):
-    assert verdict(run, ALL_AXES, **{"memory.recompute": "full"})["passed"]
+@pytest.mark.parametrize("layout", [ALL_AXES, {"dp_shard": 2, "tp": 2, "sp": True}], ids=str)
+def test_recompute_passes(run, layout):
+    assert verdict(run, layout, **{"memory.recompute": "full"})["passed"]
 
 
 # Weights copied over dp × cp, shared out over it, and both.
