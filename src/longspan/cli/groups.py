@@ -89,9 +89,7 @@ def headline(layout: Layout) -> str:
     """The sizes in one line."""
     sizes = " × ".join(f"{name} {layout.size(name)}" for name in ("pp", "dp", "cp", "tp"))
     shared = f"; weights shared out over {layout.weight_shards} ranks" if layout.weight_shards > 1 else ""
-    return (
-        f"[bold]{_ranks(layout.world)}[/] = {sizes}; sequence parallelism {'on' if layout.sp else 'off'}{shared}"
-    )
+    return f"[bold]{_ranks(layout.world)}[/] = {sizes}; sequence parallelism {'on' if layout.sp else 'off'}{shared}"
 
 
 def _ranks(number: int) -> str:
