@@ -14,9 +14,12 @@ demo: .venv/.installed
 test: .venv/.installed
 	$(BIN)/pytest
 
-# The full grids; the log holds the outcome and worst error of every cell.
+# The full grids; the logs hold the outcome and worst error of every cell.
 grid: .venv/.installed
-	$(BIN)/pytest -m grid --grid-log benchmarks/results/grid.md
+	$(BIN)/pytest -m grid tests/attention --grid-log benchmarks/results/grid_attention.md
+	$(BIN)/pytest -m grid tests/train/test_parity.py --grid-log benchmarks/results/grid_parity.md
+	$(BIN)/pytest -m grid --ignore tests/attention --ignore tests/train/test_parity.py \
+	    --grid-log benchmarks/results/grid_runs.md
 
 check: .venv/.installed
 	$(BIN)/ruff check .

@@ -53,12 +53,16 @@ EXCHANGES = [
     ("contiguous", "ring"),
     ("zigzag", "all_gather"),
 ]
+# Every layout on every model and batch. What is exchanged has a full grid of its own (tests/attention); here the
+# exchanges take turns, so that every one meets every layout, model and batch. Without cp nothing is exchanged.
 GRID = [
-    (world, sizes, model, batch, *exchange)
-    for world, layouts in LAYOUTS.items()
-    for sizes, model, batch, exchange in itertools.product(layouts, MODELS, BATCHES, EXCHANGES)
-    # Without cp nothing is exchanged.
-    if Layout(**sizes).cp > 1 or exchange == EXCHANGES[0]
+    (world, sizes, model, batch, *EXCHANGES[turn % len(EXCHANGES) if Layout(**sizes).cp > 1 else 0])
+    for (number, (world, sizes)), (kind, model), (row, batch) in itertools.product(
+        enumerate((world, sizes) for world, layouts in LAYOUTS.items() for sizes in layouts),
+        enumerate(MODELS),
+        enumerate(BATCHES),
+    )
+    for turn in [number + kind + row]
 ]
 
 
