@@ -32,7 +32,7 @@ def layout(run: Path, /, *overrides: Override, json: Json = False) -> None:
     config = RunConfig.load(run, parse_overrides(overrides))
     spec = config.model_spec()
     modules = ownership(config.layout, spec)
-    tokens = config.batch.micro_batch * config.data.sequence
+    tokens = max(stage.tokens_at_once for stage in config.stage_plan.stages)
     notes = list(_notes(config.layout, spec, tokens))
     if json:
         print_json(

@@ -140,6 +140,12 @@ class PackedBatch:
         """Number of labels that are learned."""
         return int(np.count_nonzero(self.labels_T != IGNORE))
 
+    @property
+    def piece_lengths_T(self) -> np.ndarray:
+        """Tokens of the piece that each token is in, int64, shape (T,)."""
+        lengths = np.diff(self.cu_seqlens)
+        return np.repeat(lengths, lengths)
+
     def without_targets(self) -> "PackedBatch":
         """The same tokens with nothing to learn, for a rank that must compute along and add nothing."""
         return replace(

@@ -1,4 +1,4 @@
-"""Buckets of token positions, so that a metric can be told apart by how much context a token had."""
+"""Buckets of token counts: how much context a token had, or how long its document is."""
 
 from itertools import pairwise
 from typing import overload

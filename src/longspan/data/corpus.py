@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longspan.data.documents import STDLIB, Source, SourceFile, find_files, read_texts
-from longspan.data.store import TokenStore, document_key
+from longspan.data.store import TokenStore, document_key, unigram_entropy
 from longspan.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from longspan.errors import DataError
 
@@ -31,6 +31,7 @@ class CorpusReport:
         max_length: tokens of the longest document.
         tokenizer: "bytes", or the path of the tokenizer.
         vocab_size: embedding rows that the tokenizer's ids need.
+        unigram_entropy: loss in nats a token of the best model that ignores all context; None without targets.
     """
 
     documents: int
@@ -43,6 +44,7 @@ class CorpusReport:
     max_length: int
     tokenizer: str
     vocab_size: int
+    unigram_entropy: float | None
 
 
 class Corpus(NamedTuple):
@@ -100,6 +102,7 @@ def load_corpus(
         max_length=longest,
         tokenizer=encoder.name,
         vocab_size=encoder.vocab_size,
+        unigram_entropy=unigram_entropy(store) if store.num_targets else None,
     )
     return Corpus(train, evaluation, report)
 

@@ -29,8 +29,8 @@ class StepData:
 class Batches:
     """Steps without end, from `start_step` on.
 
-    Step s consists of rows s * global_batch to (s + 1) * global_batch - 1, which `BatchPlan.samples` deals to
-    ranks and micro-batches: another layout sees the very same rows in each step. The step's number of targets
+    Step s consists of the global_batch rows from first_row + s * global_batch on, which `BatchPlan.samples` deals
+    to ranks and micro-batches: another layout sees the very same rows in each step. The step's number of targets
     needs no communication: every rank works out the pieces of all rows of the step, which reads no token.
 
     Args:
@@ -38,6 +38,7 @@ class Batches:
         plan: global batch, micro-batch and data-parallel degree.
         dp_rank: this rank's place on the data-parallel axis.
         start_step: first step that iterating gives.
+        first_row: first row of step 0.
 
     Raises:
         ConfigError: a rank that is not on the axis.
@@ -47,6 +48,7 @@ class Batches:
     plan: BatchPlan
     dp_rank: int = 0
     start_step: int = 0
+    first_row: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a rank whose rows would be another step's."""
@@ -61,10 +63,12 @@ class Batches:
 
     def step(self, step: int) -> StepData:
         """Data of any one step."""
-        plan, first = self.plan, step * self.plan.global_batch
-        mine = (plan.samples(step, turn, self.dp_rank) for turn in range(plan.num_microbatches))
+        plan = self.plan
+        start = self.first_row + step * plan.global_batch
+        rows = range(start, start + plan.global_batch)
+        mine = (plan.samples(0, turn, self.dp_rank) for turn in range(plan.num_microbatches))
         return StepData(
             step=step,
-            micro_batches=tuple(map(self.rows.batch, mine)),
-            num_targets=self.rows.num_targets(range(first, first + plan.global_batch)),
+            micro_batches=tuple(self.rows.batch(rows[samples.start : samples.stop]) for samples in mine),
+            num_targets=self.rows.num_targets(rows),
         )

@@ -21,12 +21,14 @@ class LocalBatch:
         positions_t: true place of each token in its piece, int64.
         labels_t: label of each token, int64, shifted before the tokens were dealt.
         weights_t: loss weight of each label, float32.
+        lengths_t: tokens of the piece that each token is in, int64.
     """
 
     tokens_t: torch.Tensor
     positions_t: torch.Tensor
     labels_t: torch.Tensor
     weights_t: torch.Tensor
+    lengths_t: torch.Tensor
 
 
 def shard(batch: PackedBatch, index_t: np.ndarray) -> LocalBatch:
@@ -44,5 +46,5 @@ def shard(batch: PackedBatch, index_t: np.ndarray) -> LocalBatch:
         raise DataError(
             f"token index {span} leaves a batch of {len(batch.tokens_T)} tokens; shard this batch"
         )
-    arrays = (batch.tokens_T, batch.positions_T, batch.labels_T, batch.weights_T)
+    arrays = (batch.tokens_T, batch.positions_T, batch.labels_T, batch.weights_T, batch.piece_lengths_T)
     return LocalBatch(*(torch.from_numpy(array[index_t]) for array in arrays))

@@ -8,6 +8,8 @@ import numpy as np
 
 from longspan.errors import DataError
 
+_COUNTED_AT_ONCE = 1 << 22
+
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
@@ -115,10 +117,18 @@ def unigram_entropy(store: TokenStore) -> float:
     """
     if store.num_targets == 0:
         raise DataError("no document has two tokens, so there is nothing to predict; use longer documents")
-    counts = np.bincount(store.tokens)
+    counts = _counts(store.tokens)
     counts -= np.bincount(store.tokens[store.offsets[:-1]], minlength=len(counts))
     p = counts[counts > 0] / store.num_targets
     return float(-(p * np.log(p)).sum())
+
+
+def _counts(tokens: np.ndarray) -> np.ndarray:
+    """How often each id occurs, int64; in parts, because counting makes its input eight bytes wide."""
+    counts = np.zeros(int(tokens.max()) + 1, np.int64)
+    for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+        counts += np.bincount(tokens[start : start + _COUNTED_AT_ONCE], minlength=len(counts))
+    return counts
 
 
 def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

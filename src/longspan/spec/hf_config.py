@@ -99,6 +99,11 @@ def read_config(config: Config | str | Path) -> dict[str, Any]:
         ConfigError: the file cannot be read or lacks a size.
     """
     given = config if isinstance(config, Mapping) else _load(Path(config))
+    if not given.get("model_type"):
+        named = "" if isinstance(config, Mapping) else f" {_file(Path(config))}"
+        raise ConfigError(
+            f"the model config{named} has no model_type; give a config.json as transformers writes it"
+        )
     family = _family(given)
     _refuse_what_is_not_honoured(given)
     for size in _SIZES.get(family, _SIZES["dense"]):
@@ -117,8 +122,12 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     return {"architectures": [_ARCHITECTURES[spec.family]], "model_type": spec.family} | fields
 
 
+def _file(path: Path) -> Path:
+    return path / "config.json" if path.is_dir() else path
+
+
 def _load(path: Path) -> Config:
-    path = path / "config.json" if path.is_dir() else path
+    path = _file(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

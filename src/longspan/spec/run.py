@@ -1,6 +1,7 @@
 """RunConfig: a TOML file becomes one frozen value, or one clear line that says what is wrong."""
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,12 +25,18 @@ from longspan.spec.run_sections import (
     OutputSection,
     ScheduleSection,
     Section,
+    StageSection,
     TrainSection,
 )
 from longspan.spec.run_tables import Table, merged, nested, read_table
+from longspan.spec.stages import StagePlan
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-_NOT_A_TABLE = ("model_type", "dataclass_type", "dict_type")
+_WANTED = dict.fromkeys(("model_type", "dataclass_type", "dict_type"), "should be a table") | {
+    "tuple_type": "should be a list"
+}
+_SEQUENCE = 4096
+_STEPS = 100
 
 
 class RunConfig(Section):
@@ -48,6 +55,7 @@ class RunConfig(Section):
     attention: AttentionSection = AttentionSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
+    stages: tuple[StageSection, ...] = ()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     memory: MemorySection = MemorySection()
@@ -61,29 +69,85 @@ class RunConfig(Section):
         return expand(layout) if isinstance(layout, dict) else layout
 
     @model_validator(mode="after")
-    def _every_rank_has_work(self) -> Self:
-        tokens, ranks = self.batch_plan.micro_batch * self.data.sequence, self.layout.cp * self.layout.tp
-        if tokens < ranks:
+    def _said_once(self) -> Self:
+        given = {"data.sequence": self.data.sequence, "train.steps": self.train.steps}
+        for key in (key for key, value in given.items() if self.stages and value is not None):
             raise ConfigError(
-                f"sequence={self.data.sequence} leaves some of cp × tp = {ranks} ranks without tokens; "
-                f"use {ranks} or more"
+                f"{key}={given[key]} and [[stages]] both say the {key.partition('.')[2]}; leave {key} out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_rank_has_work(self) -> Self:
+        ranks = self.layout.cp * self.layout.tp
+        for stage in self.stage_plan.stages:
+            if stage.tokens_at_once < ranks:
+                raise ConfigError(
+                    f"{self._named(stage.number)}sequence={stage.sequence} leaves some of cp × tp = {ranks} "
+                    f"ranks without tokens; use {ranks} or more"
+                )
+        if self.train.eval_every and self.eval_sequence < ranks:
+            raise ConfigError(
+                f"rows of {self.eval_sequence} tokens leave some of cp × tp = {ranks} ranks without tokens in "
+                f"evaluation; set train.eval_sequence to {ranks} or more"
             )
         return self
 
     @property
-    def batch_plan(self) -> BatchPlan:
-        """How the rows of a step are dealt out."""
-        return BatchPlan(self.batch.global_batch, self.batch.micro_batch, self.layout.dp)
+    def stage_plan(self) -> StagePlan:
+        """Row length, batch and clock of every step; without [[stages]], one stage for all steps.
+
+        Raises:
+            ConfigError: a batch that cannot be dealt out, with the number of its stage.
+        """
+        whole = StageSection(sequence=self.data.sequence or _SEQUENCE, steps=self.train.steps or _STEPS)
+        return StagePlan.of(
+            (stage.sequence, stage.steps, self._batch_plan(stage, number))
+            for number, stage in enumerate(self.stages or (whole,), 1)
+        )
+
+    def _batch_plan(self, stage: StageSection, number: int) -> BatchPlan:
+        try:
+            return BatchPlan(
+                stage.global_batch or self.batch.global_batch,
+                stage.micro_batch or self.batch.micro_batch,
+                self.layout.dp,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{self._named(number)}{error}") from None
+
+    def _named(self, number: int) -> str:
+        return f"stage {number}: " if self.stages else ""
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step consumes, over all ranks."""
-        return self.batch.global_batch * self.data.sequence
+    def eval_sequence(self) -> int:
+        """Tokens in a row of an evaluation."""
+        return self.train.eval_sequence or self.stage_plan.longest.sequence
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.train.steps * self.tokens_per_step
+    def one_stage(self, number: int = 1, sequence: int | None = None) -> Self:
+        """The run with one of its stages alone.
+
+        Args:
+            number: the stage, from 1.
+            sequence: tokens of its rows, and at most of those of an evaluation; as they are when left out.
+
+        Raises:
+            ConfigError: no such stage, or rows that the layout cannot deal out.
+        """
+        stages = self.stage_plan.stages
+        if not 1 <= number <= len(stages):
+            raise ConfigError(f"stage={number} must be from 1 to the run's {len(stages)}")
+        stage, table = stages[number - 1], self.model_dump(mode="json", exclude_none=True)
+        del table["stages"]
+        table["data"]["sequence"] = stage.sequence if sequence is None else sequence
+        table["train"]["steps"] = stage.steps
+        table["batch"] = {"global_batch": stage.batch.global_batch, "micro_batch": stage.batch.micro_batch}
+        if sequence is not None and self.train.eval_sequence:
+            table["train"]["eval_sequence"] = min(self.train.eval_sequence, sequence)
+        try:
+            return type(self).model_validate(table)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, "command line", {})) from None
 
     def model_spec(self) -> ModelSpec:
         """The model, read from where the run says and checked against the layout.
@@ -138,7 +202,8 @@ def known_keys() -> dict[str, dict[str, Any]]:
 
 def _leaves(node: Table, definitions: Table, prefix: str) -> Iterator[tuple[str, Table]]:
     for name, leaf in node["properties"].items():
-        references = [option["$ref"] for option in (leaf, *leaf.get("anyOf", ())) if "$ref" in option]
+        options = (leaf, leaf.get("items", {}), *leaf.get("anyOf", ()))
+        references = [option["$ref"] for option in options if "$ref" in option]
         tables = [definitions[reference.rpartition("/")[2]] for reference in references]
         if tables:
             yield from _leaves(tables[0], definitions, f"{prefix}{name}.")
@@ -150,15 +215,27 @@ def _explain(error: ValidationError, file: str, overrides: Mapping[str, Any]) ->
     """The most telling of pydantic's complaints as one line."""
     # An unknown key comes first: misspelt, it also shows up as a missing one.
     first = min(error.errors(), key=lambda problem: problem["type"] not in _UNKNOWN)
-    key = ".".join(map(str, first["loc"]))
-    place = "command line" if any(f"{given}.".startswith(f"{key}.") for given in overrides) else file
+    key = ".".join(map(str, _counted_from_1(first["loc"])))
+    place = "command line" if any(_overlap(key, given) for given in overrides) else file
     if first["type"] == "missing":
         return f"{place}: {key} is missing"
     value = reprlib.repr(first["input"])
     if first["type"] in _UNKNOWN:
         return f"{place}: unknown key {key} = {value}; {_nearest(key)}"
-    wanted = "should be a table" if first["type"] in _NOT_A_TABLE else first["msg"]
+    wanted = _WANTED.get(first["type"], first["msg"])
     return f"{place}: {key} = {value}: {wanted.removeprefix('Input ').removeprefix('Value error, ')}"
+
+
+def _counted_from_1(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Stages are numbered as on the command line."""
+    if location[0] == "stages" and len(location) > 1:
+        return "stages", int(location[1]) + 1, *location[2:]
+    return location
+
+
+def _overlap(key: str, given: str) -> bool:
+    """Whether one of two dotted keys is part of the other's table."""
+    return f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
 
 
 def _nearest(key: str) -> str:
@@ -168,7 +245,7 @@ def _nearest(key: str) -> str:
     for known in known_keys():
         known_section, _, known_name = known.rpartition(".")
         names.setdefault(known_section, []).append(known_name)
-    siblings = names.get(section, [])
+    siblings = names.get(re.sub(r"\.\d+$", "", section), [])
     if close := difflib.get_close_matches(name, siblings, n=1):
         return f"did you mean {section}.{close[0]}?"
     if not section and (close := difflib.get_close_matches(name, names, n=1)):

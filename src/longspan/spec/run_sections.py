@@ -58,6 +58,7 @@ Source = Annotated[
 ]
 Tokenizer = Annotated[Literal["bytes"] | Path, PlainValidator(_tokenizer, json_schema_input_type=str)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+RowLength = Annotated[int, Field(ge=2)]
 
 
 class Section(BaseModel):
@@ -162,7 +163,7 @@ class AttentionSection(Section):
     sharding: Literal["auto", "zigzag", "contiguous", "document_zigzag"] = "auto"
     """Which context-parallel rank owns which tokens."""
     kernel: Literal["auto", "cpu_flash", "cuda_flash", "reference"] = "auto"
-    """What computes a block of attention; reference is float64 and slow."""
+    """What computes a block of attention; reference is explicit softmax in the dtype of its inputs, and slow."""
 
 
 class DataSection(Section):
@@ -174,8 +175,8 @@ class DataSection(Section):
     """A tokenizer.json; bytes makes every byte a token."""
     text_field: str = "text"
     """Field or column of JSONL and Parquet files that holds the text."""
-    sequence: Annotated[int, Field(ge=2)] = 4096
-    """Tokens in a row."""
+    sequence: RowLength | None = None
+    """Tokens in a row; 4096 when left out. With [[stages]], each of them says its own."""
     eval_documents: Fraction = 0.02
     """Share of the documents held out for evaluation."""
 
@@ -187,6 +188,19 @@ class BatchSection(Section):
     """Rows of one step, over all ranks."""
     micro_batch: PositiveInt = 1
     """Rows that a data-parallel rank runs at once."""
+
+
+class StageSection(Section):
+    """A part of the run with rows of one length; the stages follow each other as they stand in the file."""
+
+    sequence: RowLength
+    """Tokens in a row."""
+    steps: PositiveInt
+    """Optimizer steps."""
+    global_batch: PositiveInt | None = None
+    """Rows of one step, over all ranks; batch.global_batch when left out."""
+    micro_batch: PositiveInt | None = None
+    """Rows that a data-parallel rank runs at once; batch.micro_batch when left out."""
 
 
 class OptimizerSection(Section):
@@ -248,16 +262,18 @@ class MemorySection(Section):
 class TrainSection(Section):
     """The loop."""
 
-    steps: PositiveInt = 100
-    """Optimizer steps."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; 100 when left out. With [[stages]], each of them says its own."""
     seed: NonNegativeInt = 0
     """Seed of fresh weights and of the order of data."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of activations and matrix products; bfloat16 keeps weights in float32."""
     eval_every: NonNegativeInt = 50
-    """Steps between evaluations; 0 never evaluates."""
+    """Steps between evaluations, with one before the first step and one after the last; 0 never evaluates."""
     eval_rows: PositiveInt = 4
-    """Held-out rows of one evaluation."""
+    """Held-out rows of one evaluation, the same ones throughout the run."""
+    eval_sequence: RowLength | None = None
+    """Tokens in such a row; when left out, the longest of the run."""
     log_every: PositiveInt = 1
     """Steps between log records."""
     threads: NonNegativeInt = 0

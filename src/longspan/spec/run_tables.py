@@ -65,8 +65,26 @@ def merged(*layers: Table) -> Table:
         if isinstance(layout, dict):
             # Before merging, or cp of one layer would meet cp_inner of another.
             layer = layer | {"layout": expand(layout)}
+        stages = layer.get("stages")
+        if isinstance(stages, dict):
+            layer = layer | {"stages": _stages(table.get("stages"), stages)}
         table = _over(table, layer)
     return table
+
+
+def _stages(below: Any, changes: Table) -> Any:
+    """A list of stages with some keys of some of them replaced, as in {"2": {"steps": 50}}."""
+    stages = list(below) if isinstance(below, list) else []
+    for number, change in changes.items():
+        if not number.isdecimal() or not 1 <= int(number) <= len(stages):
+            raise ConfigError(
+                f"stages.{number}: the run has {len(stages)} stages; write the number of one of them, as in "
+                "stages.1.steps"
+            )
+        stage = stages[int(number) - 1]
+        both = isinstance(stage, dict) and isinstance(change, dict)
+        stages[int(number) - 1] = _over(stage, change) if both else change
+    return stages
 
 
 def _over(below: Table, above: Table) -> Table:

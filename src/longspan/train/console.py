@@ -1,7 +1,7 @@
-"""Training as a person watches it: a table that grows by a line for each logged step, and a bar below it."""
+"""Training as a person watches it: a table that grows by a line for each logged step and each evaluation, and a bar."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from longspan.train.metrics import StepRecord
+from longspan.train.metrics import EvaluationRecord, StepRecord
 
 __all__ = ["StepTable", "notes"]
 
@@ -17,7 +17,6 @@ __all__ = ["StepTable", "notes"]
 _COLUMNS: list[tuple[str, int, Callable[[StepRecord], str]]] = [
     ("step", 6, lambda record: str(record.step)),
     ("loss", 8, lambda record: f"{record.loss:.4f}"),
-    ("eval loss", 9, lambda record: "" if record.eval_loss is None else f"{record.eval_loss:.4f}"),
     ("|gradient|", 10, lambda record: f"{record.grad_norm:.3g}"),
     ("lr", 8, lambda record: f"{record.lr:.2e}"),
     ("tokens/s", 9, lambda record: f"{record.tokens_per_s:,.0f}"),
@@ -34,13 +33,13 @@ def notes(quiet: bool) -> Callable[[str], None]:
 
 
 class StepTable:
-    """Prints steps to stderr, or to the given console, while it is open as a context.
+    """Prints steps and evaluations to stderr, or to the given console, while it is open as a context.
 
     A terminal also gets a progress bar; anywhere else the table alone is written, so that a log stays readable.
 
     Args:
         total_steps: steps of the whole run, for the time that is left.
-        log_every: steps between lines; the first, the last and evaluated ones are always printed.
+        log_every: steps between lines; the first, the last and all evaluations are always printed.
         console: where to print.
     """
 
@@ -60,6 +59,7 @@ class StepTable:
         )
         self._task = self._bar.add_task("training", total=total_steps)
         self._first: tuple[int, float] | None = None
+        self._has_header = False
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -70,16 +70,24 @@ class StepTable:
     ) -> None:
         self._bar.stop()
 
-    def write(self, record: StepRecord) -> None:
-        """Show a step that has just ended."""
+    def write(self, record: StepRecord | EvaluationRecord) -> None:
+        """Show a step or an evaluation that has just ended."""
+        if not self._has_header:
+            self._has_header = True
+            self._print(*(header.rjust(width) for header, width, _ in _COLUMNS), "    left")
+        if isinstance(record, EvaluationRecord):
+            self._print(_evaluation(record))
+        else:
+            self._write_step(record)
+
+    def _write_step(self, record: StepRecord) -> None:
         now = time.monotonic()
         starting = self._first is None
         if self._first is None:
             self._first = (record.step, now)
-            self._print(*(header.rjust(width) for header, width, _ in _COLUMNS), "    left")
         self._bar.update(self._task, completed=record.step)
         last = record.step == self._total_steps
-        if starting or last or record.eval_loss is not None or record.step % self._log_every == 0:
+        if starting or last or record.step % self._log_every == 0:
             cells = (content(record).rjust(width) for _, width, content in _COLUMNS)
             self._print(*cells, self._left(record.step, now).rjust(8))
 
@@ -93,3 +101,15 @@ class StepTable:
 
     def _print(self, *cells: str) -> None:
         self._console.print(" ".join(cells), markup=False, soft_wrap=True)
+
+
+def _evaluation(record: EvaluationRecord) -> str:
+    """One line, its step and loss under those of the steps."""
+    return (
+        f"{record.step:6} {record.loss:8.4f} held out; by position {_buckets(record.loss_by_position)}; "
+        f"by document length {_buckets(record.loss_by_document_length)}"
+    )
+
+
+def _buckets(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{bucket} {loss:.3f}" for bucket, loss in losses.items())

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,12 +21,11 @@ from longspan.train.checkpoint.manifest import Progress
 from longspan.train.checkpoint.resume import Found
 from longspan.train.console import notes
 from longspan.train.forward import ParallelModel
-from longspan.train.metrics import StepRecord
+from longspan.train.metrics import EvaluationRecord, StepRecord
 from longspan.train.optimizer import build_optimizer
-from longspan.train.recording import recording
+from longspan.train.recording import Record, recording
 from longspan.train.session import Session, StepBatches
 from longspan.train.step import evaluate, gradients_of, learning_rate, update
-from longspan.train.sums import LossSums
 
 __all__ = ["TrainResult", "train"]
 
@@ -48,6 +47,9 @@ class TrainResult:
         peak_bytes: most living tensor bytes on any rank.
         seconds: from the first step to the end.
         checkpoint: path of the last complete checkpoint, or None.
+        unigram_entropy: loss of the best model that ignores all context, in nats; None without targets.
+        first_evaluation: the first one, before the first step unless the run was resumed; None if there was none.
+        last_evaluation: the last one.
     """
 
     first_loss: float | None
@@ -57,6 +59,9 @@ class TrainResult:
     peak_bytes: int | None
     seconds: float
     checkpoint: str | None
+    unigram_entropy: float | None = None
+    first_evaluation: EvaluationRecord | None = None
+    last_evaluation: EvaluationRecord | None = None
 
 
 def train(session: Session, *, quiet: bool = False, found: Found | None = None) -> TrainResult:
@@ -78,20 +83,20 @@ def train(session: Session, *, quiet: bool = False, found: Found | None = None) 
             say(note)
         loop = _Loop.begin(session)
         progress = keeper.begin(loop.model.decoder.named_parameters(), loop.optimizer)
-        if progress.step >= session.config.train.steps:
+        if progress.step >= session.plan.steps:
             say(f"all {progress.step:,} steps were taken before; nothing is left to train")
         records = _steps(loop, keeper, progress, quiet, found)
         if records or not keeper.output.has_weights:
             _save(session, loop.model)
-        return _result(records, time.monotonic() - start, keeper.newest)
+        return _result(session, records, time.monotonic() - start, keeper.newest)
 
 
 def _steps(
     loop: "_Loop", keeper: Keeper, progress: Progress, quiet: bool, found: Found | None
-) -> list[StepRecord]:
-    """Take the steps that are left; the last one is saved."""
+) -> list[Record]:
+    """Take the steps that are left, with the evaluations that are due; the last step is saved."""
     session, records = loop.session, []
-    if progress.step >= session.config.train.steps:
+    if progress.step >= session.plan.steps:
         return records
     with recording(
         session.config,
@@ -100,10 +105,19 @@ def _steps(
         quiet=quiet,
         resumed_from_step=found.step if found else None,
     ) as write:
-        for batches in _prepared_ahead(session, progress.step):
-            record = loop.step(batches, census=len(records) < CENSUS_STEPS)
+
+        def keep(record: Record) -> None:
             write(record)
             records.append(record)
+
+        if progress.step == 0 and loop.evaluates_after(0):
+            keep(loop.evaluation(0))
+        for taken, batches in enumerate(_prepared_ahead(session, progress.step)):
+            record = loop.step(batches, census=taken < CENSUS_STEPS)
+            keep(record)
+            # Before the step is saved, so that a run that goes on from it has not missed its evaluation.
+            if loop.evaluates_after(record.step):
+                keep(loop.evaluation(record.step))
             progress = Progress(record.step, record.seen_tokens)
             keeper.after_step(progress)
         keeper.finish(progress)
@@ -112,7 +126,7 @@ def _steps(
 
 def _prepared_ahead(session: Session, first: int) -> Iterator[StepBatches]:
     """Every step's batches from `first` on; the next one is dealt and planned while the present one computes."""
-    steps = session.config.train.steps
+    steps = session.plan.steps
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as ahead:
         coming = ahead.submit(session.training_step, first)
         for step in range(first, steps):
@@ -127,21 +141,36 @@ class _Loop:
     session: Session
     model: ParallelModel
     optimizer: torch.optim.Optimizer
-    evaluation: Callable[[], LossSums]
+    held_out: StepBatches | None
 
     @classmethod
     def begin(cls, session: Session) -> "_Loop":
         model = session.model()
         optimizer = build_optimizer(model.parameters(), session.config.optimizer)
-        batches = session.evaluation_step() if session.config.train.eval_every else None
+        held_out = session.evaluation_step() if session.config.train.eval_every else None
+        return cls(session, model, optimizer, held_out)
 
-        def evaluation() -> LossSums:
-            return evaluate(model, batches) if batches else LossSums.zero()
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the run wants an evaluation after this many steps."""
+        every = self.session.config.train.eval_every
+        return bool(every) and (step % every == 0 or step == self.session.plan.steps)
 
-        return cls(session, model, optimizer, evaluation)
+    def evaluation(self, step: int) -> EvaluationRecord:
+        """Evaluate the held-out rows after this many steps."""
+        assert self.held_out is not None, "the run evaluates"
+        start = time.perf_counter()
+        sums = evaluate(self.model, self.held_out)
+        return EvaluationRecord(
+            step=step,
+            loss=sums.mean,
+            loss_by_position=sums.by_position,
+            loss_by_document_length=sums.by_document_length,
+            targets=sums.targets,
+            seconds=time.perf_counter() - start,
+        )
 
     def step(self, batches: StepBatches, *, census: bool) -> StepRecord:
-        """Take one step, and evaluate after it where the run says so; with a census, count living storages."""
+        """Take one step; with a census, count living storages."""
         config, number = self.session.config, batches.step + 1
         lr, waited = learning_rate(config, batches.step), self.model.meter.wait_s
         start = time.perf_counter()
@@ -150,20 +179,21 @@ class _Loop:
             norm = update(self.model, self.optimizer, lr, config.optimizer.clip_norm)
         seconds = time.perf_counter() - start
         _refuse_nonfinite(number, sums.mean, norm)
-        flops = _flops(self.session, batches)
-        due = config.train.eval_every and (
-            number % config.train.eval_every == 0 or number == config.train.steps
-        )
+        flops, plan = _flops(self.session, batches), self.session.plan
+        stage = plan.stage_of(batches.step)
         return StepRecord(
             step=number,
             loss=sums.mean,
             loss_by_position=sums.by_position,
+            loss_by_document_length=sums.by_document_length,
             grad_norm=norm,
             lr=lr,
-            tokens=config.tokens_per_step,
+            tokens=stage.tokens_per_step,
             targets=sums.targets,
-            rows=config.batch.global_batch,
-            seen_tokens=number * config.tokens_per_step,
+            rows=stage.batch.global_batch,
+            sequence=stage.sequence,
+            stage=stage.number,
+            seen_tokens=plan.tokens_before(number),
             step_s=seconds,
             wait_s=self.model.meter.wait_s - waited,
             useful_flops=flops.useful,
@@ -172,7 +202,6 @@ class _Loop:
             peak_rss_bytes=peak_rss_bytes(),
             peak_bytes=_most_of_any_rank(peak),
             peak_source=peak.source if peak else None,
-            eval_loss=self.evaluation().mean if due else None,
         )
 
     def _memory(self, census: bool):
@@ -203,7 +232,7 @@ def _flops(session: Session, batches: StepBatches) -> StepFlops:
     )
     return step_flops(
         session.spec,
-        session.config.tokens_per_step,
+        session.plan.stage_of(batches.step).tokens_per_step,
         {window: int(count) // layout.cp for window, count in zip(windows, total.tolist(), strict=True)},
         tp=layout.tp,
         recompute=session.config.memory.recompute,
@@ -229,18 +258,25 @@ def _save(session: Session, model: ParallelModel) -> None:
             pass
 
 
-def _result(records: list[StepRecord], seconds: float, checkpoint: Path | None) -> TrainResult:
+def _result(
+    session: Session, records: list[Record], seconds: float, checkpoint: Path | None
+) -> TrainResult:
     newest = None if checkpoint is None else str(checkpoint)
-    if not records:
-        return TrainResult(None, None, None, None, None, seconds, newest)
-    timed = records[CENSUS_STEPS:] or records
-    evaluations = [record.eval_loss for record in records if record.eval_loss is not None]
+    entropy = session.corpus.report.unigram_entropy
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    if not steps:
+        return TrainResult(None, None, None, None, None, seconds, newest, entropy)
+    timed = steps[CENSUS_STEPS:] or steps
     return TrainResult(
-        first_loss=records[0].loss,
-        last_loss=records[-1].loss,
-        eval_loss=evaluations[-1] if evaluations else None,
+        first_loss=steps[0].loss,
+        last_loss=steps[-1].loss,
+        eval_loss=evaluations[-1].loss if evaluations else None,
         tokens_per_s=median(record.tokens_per_s for record in timed),
-        peak_bytes=max(record.peak_bytes or 0 for record in records),
+        peak_bytes=max(record.peak_bytes or 0 for record in steps),
         seconds=seconds,
         checkpoint=newest,
+        unigram_entropy=entropy,
+        first_evaluation=evaluations[0] if evaluations else None,
+        last_evaluation=evaluations[-1] if evaluations else None,
     )

@@ -1,17 +1,17 @@
-"""What one training step is worth knowing, as a frozen value, and the run that it belongs to."""
+"""What one training step and one evaluation are worth knowing, as frozen values, and the run that they belong to."""
 
 import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from longspan.spec.run import RunConfig
 
-__all__ = ["StepRecord", "describe_run", "json_ready", "run_tags"]
+__all__ = ["EvaluationRecord", "StepRecord", "describe_run", "json_ready", "run_tags"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,14 @@ class StepRecord:
         step: number of the step, from 1.
         loss: mean loss of the step's targets, in nats.
         loss_by_position: the same by bucket of positions inside documents.
+        loss_by_document_length: the same by bucket of tokens of the document, or of its piece that the row holds.
         grad_norm: global gradient norm before clipping.
         lr: learning rate of the step.
         tokens: tokens of the step.
         targets: tokens that were predicted and counted.
-        rows: packed rows of the step, each of the run's sequence length.
+        rows: packed rows of the step.
+        sequence: tokens of a row.
+        stage: number of the step's stage, from 1.
         seen_tokens: tokens since the start of the run, this step included.
         step_s: seconds from the first micro-batch to the end of the update.
         wait_s: seconds of these in which the host waited for messages from other ranks.
@@ -36,8 +39,9 @@ class StepRecord:
         peak_rss_bytes: largest resident memory of this process so far.
         peak_bytes: peak bytes of living tensor storages in this step, where they were counted.
         peak_source: who counted them: our census or the device's allocator.
-        eval_loss: mean loss of the held-out rows after this step, if they were evaluated.
     """
+
+    kind: ClassVar[str] = "step"
 
     step: int
     loss: float
@@ -46,6 +50,8 @@ class StepRecord:
     tokens: int
     targets: int
     rows: int
+    sequence: int
+    stage: int
     seen_tokens: int
     step_s: float
     wait_s: float
@@ -55,8 +61,8 @@ class StepRecord:
     peak_rss_bytes: int
     peak_bytes: int | None = None
     peak_source: Literal["census", "allocator"] | None = None
-    eval_loss: float | None = None
     loss_by_position: Mapping[str, float] = field(default_factory=dict)
+    loss_by_document_length: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -93,6 +99,33 @@ class StepRecord:
             "wait_share",
         )
         return asdict(self) | {rate: getattr(self, rate) for rate in rates}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One pass over the held-out rows, the same ones each time. Counts and losses are over all ranks.
+
+    Attributes:
+        step: optimizer steps taken before it; 0 is the model that the run starts from.
+        loss: mean loss of the rows' targets, in nats.
+        loss_by_position: the same by bucket of positions inside documents.
+        loss_by_document_length: the same by bucket of tokens of the document, or of its piece that the row holds.
+        targets: tokens that were predicted and counted.
+        seconds: time that it took on this rank.
+    """
+
+    kind: ClassVar[str] = "evaluation"
+
+    step: int
+    loss: float
+    loss_by_position: Mapping[str, float]
+    loss_by_document_length: Mapping[str, float]
+    targets: int
+    seconds: float
+
+    def values(self) -> dict[str, Any]:
+        """Fields by name."""
+        return asdict(self)
 
 
 def run_tags(config: RunConfig, device: torch.device) -> dict[str, Any]:

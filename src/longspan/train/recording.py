@@ -1,7 +1,7 @@
-"""Where step records go: a JSONL file, TensorBoard, and the terminal."""
+"""Where the records of steps and evaluations go: a JSONL file, TensorBoard, and the terminal."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +12,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from longspan.spec.run import RunConfig
 from longspan.train.console import StepTable
-from longspan.train.metrics import StepRecord, describe_run, json_ready, run_tags
+from longspan.train.metrics import EvaluationRecord, StepRecord, describe_run, json_ready, run_tags
 
-__all__ = ["JsonlLog", "TensorBoardLog", "recording"]
+__all__ = ["JsonlLog", "Record", "TensorBoardLog", "recording"]
+
+Record = StepRecord | EvaluationRecord
 
 
 @contextmanager
@@ -25,8 +27,8 @@ def recording(
     rank: int,
     quiet: bool,
     resumed_from_step: int | None = None,
-) -> Generator[Callable[[StepRecord], None]]:
-    """A function that writes a step's record everywhere the run asks for; on ranks other than 0 it does nothing.
+) -> Generator[Callable[[Record], None]]:
+    """A function that writes a record everywhere the run asks for; on ranks other than 0 it does nothing.
 
     Args:
         config: tells the folder, whether TensorBoard is wanted, and how often to print.
@@ -44,10 +46,10 @@ def recording(
             if config.output.tensorboard:
                 logs.append(TensorBoardLog(folder / "tensorboard", run, resumed_from_step))
             if not quiet:
-                logs.append(StepTable(config.train.steps, config.train.log_every))
+                logs.append(StepTable(config.stage_plan.steps, config.train.log_every))
         writers = [stack.enter_context(log).write for log in logs]
 
-        def write(record: StepRecord) -> None:
+        def write(record: Record) -> None:
             for writer in writers:
                 writer(record)
 
@@ -55,12 +57,12 @@ def recording(
 
 
 class JsonlLog:
-    """A file with one JSON object a line: the run, then its steps. It is appended to, never overwritten.
+    """A file with one JSON object a line: the run, then what happens in it. It is appended to, never overwritten.
 
     Args:
         path: the file; folders above it are made.
         run: all about the run, written once with "kind": "run".
-        tags: repeated in every step's line, which has "kind": "step".
+        tags: repeated in every further line, whose "kind" is "step" or "evaluation".
     """
 
     def __init__(self, path: Path, run: dict[str, Any], tags: dict[str, Any]) -> None:
@@ -77,9 +79,9 @@ class JsonlLog:
     ) -> None:
         self._file.close()
 
-    def write(self, record: StepRecord) -> None:
-        """Add a step; it is on its way to the disk when this returns."""
-        self._line({"kind": "step"} | record.values() | self._tags)
+    def write(self, record: Record) -> None:
+        """Add a record; it is on its way to the disk when this returns."""
+        self._line({"kind": record.kind} | record.values() | self._tags)
 
     def _line(self, value: dict[str, Any]) -> None:
         self._file.write(json.dumps(json_ready(value), allow_nan=False) + "\n")
@@ -88,6 +90,8 @@ class JsonlLog:
 
 class TensorBoardLog:
     """TensorBoard event files: every number of a record as a scalar over steps, and the run as text.
+
+    Names of evaluations start with "eval_", as in "eval_loss_by_position/4096-16383".
 
     Args:
         folder: the folder to give to `tensorboard --logdir`.
@@ -108,11 +112,17 @@ class TensorBoardLog:
     ) -> None:
         self._writer.close()
 
-    def write(self, record: StepRecord) -> None:
-        """Add a step."""
-        values = record.values()
-        for bucket, loss in values.pop("loss_by_position").items():
-            self._writer.add_scalar(f"loss_by_position/{bucket}", loss, record.step)
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, record.step)
+    def write(self, record: Record) -> None:
+        """Add a record."""
+        prefix = "eval_" if isinstance(record, EvaluationRecord) else ""
+        for name, value in _numbers(record.values()):
+            self._writer.add_scalar(prefix + name, value, record.step)
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers by name; those of a table by "table/name"."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{key}", number) for key, number in value.items())
+        elif isinstance(value, int | float):
+            yield name, value

@@ -15,6 +15,7 @@ from longspan.spec.layout import Layout
 from longspan.spec.mask import Mask
 from longspan.spec.model import ModelSpec
 from longspan.spec.run import RunConfig
+from longspan.spec.stages import Stage, StagePlan
 from longspan.train.context_parallel import ContextParallel
 from longspan.train.forward import MicroBatch, ParallelModel, prepare
 from longspan.train.groups import Groups
@@ -49,7 +50,7 @@ class Session:
         spec: the model.
         groups: this rank's groups.
         corpus: tokens to train on and to evaluate on.
-        choice: sharding and transport, and why.
+        choices: sharding and transport of each stage, and why.
         kernel: attention kernel.
     """
 
@@ -57,7 +58,7 @@ class Session:
     spec: ModelSpec
     groups: Groups
     corpus: Corpus
-    choice: Choice
+    choices: tuple[Choice, ...]
     kernel: Kernel
 
     @classmethod
@@ -97,8 +98,8 @@ class Session:
             raise ConfigError(
                 "there are no documents to evaluate on; raise data.eval_documents or set train.eval_every=0"
             )
-        choice = _choose(config, spec, groups, corpus)
-        return cls(config, spec, groups, corpus, choice, kernel)
+        choices = tuple(_choose(config, spec, groups, corpus, stage) for stage in config.stage_plan.stages)
+        return cls(config, spec, groups, corpus, choices, kernel)
 
     def alone(self) -> "Session":
         """The same run as a single process would do it, whatever world this one is in."""
@@ -106,9 +107,17 @@ class Session:
         return replace(self, config=config, groups=Groups.alone(self.groups.device))
 
     @property
-    def context(self) -> ContextParallel:
-        """How attention is shared."""
-        chosen = self.choice.chosen
+    def plan(self) -> StagePlan:
+        """Stages of the run."""
+        return self.config.stage_plan
+
+    def choice(self, stage: Stage) -> Choice:
+        """Sharding and transport of a stage, and why."""
+        return self.choices[stage.number - 1]
+
+    def context(self, stage: Stage) -> ContextParallel:
+        """How attention is shared in a stage."""
+        chosen = self.choice(stage).chosen
         return ContextParallel(
             self.groups.layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport
         )
@@ -131,36 +140,44 @@ class Session:
         decoder = build_model(self.spec, self.weights(), self.groups, options)
         return ParallelModel(decoder, self.groups, self.kernel, Meter(), self.config.train.loss_chunk)
 
-    def training_batches(self, dp_rank: int | None = None) -> Batches:
-        """Packed rows of every training step, of this or another dp rank."""
-        plan = self.config.batch_plan
-        rows = PackedRows(self.corpus.train, self.config.data.sequence, self.config.train.seed)
-        return Batches(rows, plan, self.groups.coordinate("dp") if dp_rank is None else dp_rank)
+    def training_batches(self, stage: Stage, dp_rank: int | None = None) -> Batches:
+        """Packed rows of every step of a stage, counted inside it, of this or another dp rank."""
+        rows = PackedRows(self.corpus.train, stage.sequence, self.config.train.seed)
+        own = self.groups.coordinate("dp") if dp_rank is None else dp_rank
+        return Batches(rows, stage.batch, own, first_row=stage.first_row)
 
     def training_step(self, step: int, dp_rank: int | None = None) -> StepBatches:
-        """One step's micro-batches of this or another dp rank, dealt and planned."""
-        data = self.training_batches(dp_rank).step(step)
-        windows = tuple(self.spec.window_layers)
-        micro_batches = tuple(prepare(batch, windows, self.context) for batch in data.micro_batches)
+        """One step's micro-batches of this or another dp rank, dealt and planned.
+
+        They follow from the run file and the step's number alone, whatever was read before.
+
+        Args:
+            step: number of the step in the whole run, from 0.
+            dp_rank: whose rows; this rank's when left out.
+        """
+        stage = self.plan.stage_of(step)
+        data = self.training_batches(stage, dp_rank).step(stage.inside(step))
+        windows, context = tuple(self.spec.window_layers), self.context(stage)
+        micro_batches = tuple(prepare(batch, windows, context) for batch in data.micro_batches)
         return StepBatches(step, micro_batches, data.num_targets)
 
     def evaluation_step(self, dp_rank: int | None = None) -> StepBatches:
         """The fixed held-out rows, one row a micro-batch, dealt to the dp ranks in turn.
 
         Every dp rank has equally many micro-batches, because shared weights are gathered by all together. Those for
-        which no row is left have no targets.
+        which no row is left have no targets. Attention is shared as in the stage with the longest rows.
 
         Args:
             dp_rank: whose rows; this rank's when left out.
         """
-        rows = PackedRows(self.corpus.evaluation, self.config.data.sequence, self.config.train.seed)
+        rows = PackedRows(self.corpus.evaluation, self.config.eval_sequence, self.config.train.seed)
         indices, dp = range(self.config.train.eval_rows), self.groups.layout.dp
         first = self.groups.coordinate("dp") if dp_rank is None else dp_rank
         own = [rows.row(index) for index in indices[first::dp]]
         missing = -(-len(indices) // dp) - len(own)
         own += [rows.row(0).without_targets()] * missing
-        windows = tuple(self.spec.window_layers)
-        micro_batches = tuple(prepare(batch, windows, self.context) for batch in own)
+        windows, context = tuple(self.spec.window_layers), self.context(self.plan.longest)
+        micro_batches = tuple(prepare(batch, windows, context) for batch in own)
         return StepBatches(0, micro_batches, rows.num_targets(indices))
 
 
@@ -182,14 +199,13 @@ def check_trainable(config: RunConfig) -> ModelSpec:
     if reason := spec.refusal():
         raise UnsupportedError(reason)
     refuse_unbuilt_axes(config.layout)
-    _ = config.batch_plan
     find_files(config.data.source)
     return spec
 
 
-def _choose(config: RunConfig, spec: ModelSpec, groups: Groups, corpus: Corpus) -> Choice:
-    rows = PackedRows(corpus.train, config.data.sequence, config.train.seed)
-    first = rows.batch(range(config.batch.micro_batch))
+def _choose(config: RunConfig, spec: ModelSpec, groups: Groups, corpus: Corpus, stage: Stage) -> Choice:
+    rows = PackedRows(corpus.train, stage.sequence, config.train.seed)
+    first = rows.batch(range(stage.first_row, stage.first_row + stage.batch.micro_batch))
     bounds = tuple(first.cu_seqlens.tolist())
     layers = {Mask(bounds, window=window): count for window, count in spec.window_layers.items()}
     attention = config.attention

@@ -48,9 +48,9 @@ def update(model: ParallelModel, optimizer: torch.optim.Optimizer, lr: float, cl
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """The rate of a step, from 0; the clock counts tokens, the step's own included."""
-    seen_tokens = (step + 1) * config.tokens_per_step
-    return config.optimizer.lr * config.schedule.factor(seen_tokens, config.total_tokens)
+    """The rate of a step, from 0; the clock counts tokens of all stages, the step's own included."""
+    plan = config.stage_plan
+    return config.optimizer.lr * config.schedule.factor(plan.tokens_before(step + 1), plan.total_tokens)
 
 
 @torch.no_grad()

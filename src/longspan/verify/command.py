@@ -107,11 +107,12 @@ def _report(session: Session, run: Outcome, reference: Outcome, sabotage: str | 
 
 
 def _words(session: Session) -> str:
-    layout, chosen = session.groups.layout, session.choice.chosen
+    layout, stage = session.groups.layout, session.plan.stages[0]
+    chosen = session.choice(stage).chosen
     sizes = " × ".join(f"{name} {layout.size(name)}" for name in ("pp", "dp", "cp", "tp"))
     return (
         f"{sizes}, sp {'on' if layout.sp else 'off'}, {chosen.transport} over {chosen.sharding} shards, "
-        f"{session.spec.num_layers} layers, {session.config.batch.global_batch} rows of {session.config.data.sequence}"
+        f"{session.spec.num_layers} layers, {stage.batch.global_batch} rows of {stage.sequence}"
     )
 
 

@@ -97,7 +97,7 @@ def _labels_shifted_after_sharding(local: LocalBatch) -> LocalBatch:
 
 def _mean_of_means(session: Session) -> Patch:
     real = ParallelModel.token_losses
-    parts = session.groups.layout.size("dp_cp") * session.config.batch_plan.num_microbatches
+    parts = session.groups.layout.size("dp_cp") * session.plan.stages[0].batch.num_microbatches
 
     def local_mean(self: ParallelModel, micro: MicroBatch, _: int) -> Any:
         own = int((micro.local.labels_t != IGNORE).sum())
