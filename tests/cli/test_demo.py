@@ -45,7 +45,7 @@ def test_words_and_exit_code(
 
     def trained(config, quiet):
         seen.append((config.layout.tp, config.layout.cp, config.layout.sp, config.data.sequence, quiet))
-        return TrainResult(5.5, 2.5, 2.6, 1e3, 10**6, 60.0, None)
+        return TrainResult(5.5, 2.5, 2.6, 1e3, 10**6, 60.0, "checkpoint", 3.25)
 
     def verified(config):
         seen.append((config.layout.tp, config.layout.cp, config.layout.sp, config.data.sequence))
@@ -59,7 +59,13 @@ def test_words_and_exit_code(
     assert seen == [(2, 2, True, 4096, False), (2, 2, True, 1024)]
     printed = capsys.readouterr()
     assert printed.out == ""
-    for words in ("loss fell from 5.500 to 2.500", "steps.jsonl", "tensorboard --logdir", "weights"):
+    for words in (
+        "loss fell from 5.500 to 2.500",
+        "would have 3.250",
+        "steps.jsonl",
+        "tensorboard --logdir",
+        "weights",
+    ):
         assert words in printed.err
     assert ("DIFFERS" in printed.err) == bool(code)
 

@@ -53,10 +53,13 @@ def test_one_two_and_four_processes_train_the_same_model(run: Path, tmp_path: Pa
 
     head, *steps = records(tmp_path / "launched")
     assert head["kind"] == "run"
-    assert {step["kind"] for step in steps} == {"step"}
-    assert [step["step"] for step in steps] == [1, 2, 3, 4]
-    assert [step["eval_loss"] is None for step in steps] == [True, False, True, False]
-    assert steps[-1]["loss"] == launched["last_loss"]
+    kinds = ["evaluation", "step", "step", "evaluation", "step", "step", "evaluation"]
+    assert [step["kind"] for step in steps] == kinds
+    assert [step["step"] for step in steps] == [0, 1, 2, 2, 3, 4, 4]
+    assert steps[-2]["loss"] == launched["last_loss"]
+    assert steps[0]["loss"] == launched["first_evaluation"]["loss"]
+    assert steps[-1]["loss"] == launched["last_evaluation"]["loss"] == launched["eval_loss"]
+    assert launched["last_evaluation"]["loss"] < launched["first_evaluation"]["loss"]
     for record in (head, *steps):
         assert (record["cp"], record["tp"], record["sp"], record["dtype"]) == (2, 2, True, "float32")
     assert head["config"]["layout"]["cp_inner"] == 2
@@ -79,7 +82,9 @@ def test_words_for_people(run: Path, tmp_path: Path) -> None:
     opening, _, table = finished.stderr.partition("  step ")
     for words in ("1 rank = pp 1", "cp is 1: nothing is shared", "cpu_flash", "24 documents", "234 targets"):
         assert words in opening
-    assert len(table.splitlines()) == 5
+    shown = [line.split()[0] for line in table.splitlines()[1:]]
+    assert shown == ["0", "1", "2", "2", "3", "4", "4"]
+    assert table.count(" held out; by position 0-255 ") == 3
     assert [*(folder / "tensorboard").iterdir()]
 
 
@@ -219,7 +224,7 @@ def test_wrong_values_are_refused_before_any_rank_starts(
             {"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4},
             "cannot train this gpt2 model, only price it: it has LayerNorm, a GELU MLP, learned positions",
         ),
-        ({}, "unsupported architecture (model_type=None); supported are"),
+        ({}, "config.json has no model_type; give a config.json as transformers writes it"),
     ],
     ids=["bert", "gpt2", "nothing"],
 )

@@ -42,6 +42,7 @@ def test_every_format_gives_the_same_store(tmp_path, kind, capfd):
         max_length=15,
         tokenizer="bytes",
         vocab_size=257,
+        unigram_entropy=unigram_entropy(train),
     )
     assert capfd.readouterr() == ("", "")
 

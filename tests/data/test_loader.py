@@ -49,6 +49,16 @@ def test_iterating_starts_where_it_is_told_and_never_ends():
     assert first.micro_batches[0].tokens_T.tolist() == batches.rows.row(81).tokens_T.tolist()
 
 
+def test_a_later_first_row_shifts_every_step():
+    rows, plan = PackedRows(numbered_store(LENGTHS), 16, seed=5), BatchPlan(4, 1, 2)
+    shifted = [Batches(rows, plan, dp_rank, first_row=12).step(2) for dp_rank in (0, 1)]
+    plain = [Batches(rows, plan, dp_rank).step(5) for dp_rank in (0, 1)]
+    for ours, same in zip(shifted, plain, strict=True):
+        assert (ours.step, ours.num_targets) == (2, same.num_targets)
+        for batch, expected in zip(ours.micro_batches, same.micro_batches, strict=True):
+            assert batch.tokens_T.tolist() == expected.tokens_T.tolist()
+
+
 @pytest.mark.parametrize("dp_rank", [-1, 2])
 def test_rank_beyond_the_axis_is_refused(dp_rank):
     with pytest.raises(ConfigError, match=f"dp_rank={dp_rank} is not on an axis of dp=2"):

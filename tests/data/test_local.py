@@ -16,8 +16,9 @@ def test_labels_come_from_the_whole_batch():
     assert local.positions_t.tolist() == [1, 1, 0]
     assert local.labels_t.tolist() == [7, IGNORE, 6]
     assert local.weights_t.tolist() == [1, 0, 1]
+    assert local.lengths_t.tolist() == [3, 2, 3]
     dtypes = [tensor.dtype for tensor in vars(local).values()]
-    assert dtypes == [torch.int64, torch.int64, torch.int64, torch.float32]
+    assert dtypes == [torch.int64, torch.int64, torch.int64, torch.float32, torch.int64]
 
 
 def test_a_rank_without_tokens():

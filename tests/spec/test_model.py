@@ -159,7 +159,6 @@ def test_refuses_to_train_by_name(changes: dict[str, Any], reason: str) -> None:
     ("config", "words"),
     [
         (LLAMA | {"model_type": "mamba"}, "mamba.*supported are.*LlamaForCausalLM"),
-        (LLAMA | {"model_type": None}, "model_type=None"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

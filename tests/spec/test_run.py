@@ -50,8 +50,8 @@ def refusal(folder: Path, *args: Any, **kwargs: Any) -> str:
 def test_a_model_is_all_that_a_run_must_say(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert config.layout == Layout()
-    assert config.batch_plan.num_microbatches == 4
-    assert config.total_tokens == 100 * 4 * 4096
+    assert config.stage_plan.stages[0].batch.num_microbatches == 4
+    assert config.stage_plan.total_tokens == 100 * 4 * 4096
     assert config.output.folder == Path("runs/run").resolve()
 
 
@@ -163,7 +163,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, line: str)
     [
         ("layout.tpp", 2, "command line: unknown key layout.tpp = 2; did you mean layout.tp?"),
         ("layot.tp", 2, "command line: unknown key layot = {'tp': 2}; did you mean [layout]?"),
-        ("stepz", 2, "command line: unknown key stepz = 2; did you mean train.steps?"),
+        ("stepz", 2, "command line: unknown key stepz = 2; did you mean stages.steps or train.steps?"),
         ("layout", 2, "command line: layout = 2: should be a table"),
         ("train", 2, "command line: train = 2: should be a table"),
         ("train.steps", "x", "command line: train.steps = 'x': should be a valid integer"),
@@ -214,6 +214,11 @@ def test_a_model_config_is_read_beside_the_run_file(tmp_path: Path) -> None:
     for origin in ("config = 'tiny/config.json'", "config = 'tiny'", "weights = 'tiny'"):
         assert load(tmp_path, model=f"[model]\n{origin}").model_spec().num_kv_heads == 2
     assert "cannot read the model config" in refusal(tmp_path, model="[model]\nconfig = 'big'")
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA | {"model_type": None}))
+    assert refusal(tmp_path, model="[model]\nconfig = 'tiny'") == (
+        "/run.toml: the model config /tiny/config.json has no model_type; give a config.json as transformers "
+        "writes it"
+    )
 
 
 def test_an_unsupported_architecture_is_refused_at_once(tmp_path: Path) -> None:
@@ -243,4 +248,4 @@ def test_every_key_is_explained() -> None:
     keys = known_keys()
     silent = [key for key, leaf in keys.items() if not leaf.get("description")]
     assert {key.rpartition(".")[0] for key in silent} <= {"model.spec", "model.spec.rope"}
-    assert {"layout.cp", "layout.tp", "model.rope.factor", "data.sequence"} <= keys.keys()
+    assert {"layout.cp", "layout.tp", "model.rope.factor", "data.sequence", "stages.steps"} <= keys.keys()

@@ -10,11 +10,13 @@ from rich.console import Console
 
 from longspan.train import console as console_module
 from longspan.train.console import StepTable
-from longspan.train.metrics import StepRecord
-from tests.train.test_metrics import RECORD
+from longspan.train.metrics import EvaluationRecord, StepRecord
+from tests.train.test_metrics import EVALUATION, RECORD
 
 
-def printed(records: Iterable[StepRecord], total: int, log_every: int = 1, terminal: bool = False) -> str:
+def printed(
+    records: Iterable[StepRecord | EvaluationRecord], total: int, log_every: int = 1, terminal: bool = False
+) -> str:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=120)
     with StepTable(total, log_every, console) as table:
@@ -29,16 +31,24 @@ def steps(*numbers: int, **changes: float) -> list[StepRecord]:
 
 def test_columns_are_aligned_under_their_headers() -> None:
     header, row = printed(steps(1), total=1).splitlines()
-    assert " ".join(header.split()) == "step loss eval loss |gradient| lr tokens/s GFLOP/s wait peak MiB left"
+    assert " ".join(header.split()) == "step loss |gradient| lr tokens/s GFLOP/s wait peak MiB left"
     for name, value in [("step", "1"), ("loss", "2.5000"), ("tokens/s", "16,384"), ("peak MiB", "3")]:
         assert row[: header.index(name) + len(name)].endswith(value)
     assert row[: header.index("wait") + len("wait")].endswith("10%")
 
 
-def test_lines_are_thinned_but_first_last_and_evaluated_steps_stay() -> None:
-    records = steps(1, 2, 3) + steps(4, eval_loss=2.0) + steps(5, 6, 7)
+def test_lines_are_thinned_but_first_and_last_step_and_evaluations_stay() -> None:
+    records = [dataclasses.replace(EVALUATION, step=0), *steps(1, 2, 3, 4), EVALUATION, *steps(5, 6, 7)]
     lines = printed(records, total=7, log_every=5).splitlines()[1:]
-    assert [int(line.split()[0]) for line in lines] == [1, 4, 5, 7]
+    assert [int(line.split()[0]) for line in lines] == [0, 1, 4, 5, 7]
+
+
+def test_an_evaluation_is_one_line_under_the_same_headers() -> None:
+    header, line = printed([EVALUATION], total=9).splitlines()
+    words = "4 2.2500 held out; by position 0-63 2.750, 64- 1.750; by document length 64- 2.250"
+    assert " ".join(line.split()) == words
+    for name, value in [("step", "4"), ("loss", "2.2500")]:
+        assert line[: header.index(name) + len(name)].endswith(value)
 
 
 def test_time_left_follows_the_pace_without_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,13 @@ def open_alone(run, **changes) -> Session:
     return Session.open(config, Groups.alone())
 
 
-def steps_of(folder) -> list[dict]:
+def lines_of(folder, kind: str) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "step"]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def steps_of(folder) -> list[dict]:
+    return lines_of(folder, "step")
 
 
 def trained(rank, world, run, changes):
@@ -65,6 +69,7 @@ def test_the_loop_is_its_steps(run, tmp_path):
 
     model = session.model()
     optimizer = build_optimizer(model.parameters(), session.config.optimizer)
+    evaluations = {0: evaluate(model, session.evaluation_step())}
     for number, record in enumerate(records):
         sums = gradients_of(model, session.training_step(number))
         norm = update(
@@ -75,12 +80,21 @@ def test_the_loop_is_its_steps(run, tmp_path):
         assert record["grad_norm"] == norm
         assert record["lr"] == learning_rate(session.config, number)
         assert record["targets"] == session.training_step(number).num_targets
-        due = number % 2 == 1
-        expected = evaluate(model, session.evaluation_step()).mean if due else None
-        assert record["eval_loss"] == expected
-    assert len(records) == session.config.train.steps
+        assert record["loss_by_document_length"] == sums.by_document_length
+        if number % 2 == 1:
+            evaluations[number + 1] = evaluate(model, session.evaluation_step())
+    assert len(records) == session.plan.steps
+    recorded = lines_of(tmp_path / "out", "evaluation")
+    assert [record["step"] for record in recorded] == list(evaluations)
+    for record, sums in zip(recorded, evaluations.values(), strict=True):
+        assert (record["loss"], record["targets"]) == (sums.mean, sums.targets)
+        assert record["loss_by_position"] == sums.by_position
+        assert record["loss_by_document_length"] == sums.by_document_length
+    first, last = result.first_evaluation, result.last_evaluation
+    assert (first.step, first.loss) == (0, recorded[0]["loss"])
+    assert (last.step, last.loss) == (4, recorded[-1]["loss"])
     assert (result.first_loss, result.last_loss) == (records[0]["loss"], records[-1]["loss"])
-    assert result.eval_loss == records[-1]["eval_loss"]
+    assert result.eval_loss == last.loss != first.loss
     assert result.peak_bytes > sum(p.nbytes for p in model.parameters())
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "weights", dtype=torch.float64)
     ours = dict(model.decoder.named_parameters())
@@ -90,10 +104,10 @@ def test_the_loop_is_its_steps(run, tmp_path):
 
 def test_the_rate_follows_a_clock_in_tokens(run):
     config = open_alone(run).config
-    assert config.tokens_per_step == 242
+    assert config.stage_plan.stages[0].tokens_per_step == 242
     assert learning_rate(config, 0) == pytest.approx(config.optimizer.lr * 242 / 500)
     assert learning_rate(config, 1) == pytest.approx(config.optimizer.lr * 484 / 500)
-    assert learning_rate(config, config.train.steps - 1) == pytest.approx(
+    assert learning_rate(config, config.stage_plan.steps - 1) == pytest.approx(
         config.optimizer.lr * config.schedule.min_ratio
     )
 
@@ -221,7 +235,7 @@ def test_recompute_runs_every_layer_twice_with_the_same_gradients(run):
 
 
 def test_weights_count_in_the_reported_loss():
-    local = LocalBatch(*map(torch.tensor, ([5, 6, 7], [0, 1, 2], [6, 7, IGNORE], [1.0, 0.5, 0.0])))
+    local = LocalBatch(*map(torch.tensor, ([5, 6, 7], [0, 1, 2], [6, 7, IGNORE], [1.0, 0.5, 0.0], [3, 3, 3])))
     sums = LossSums.zero().plus(torch.tensor([2.0, 4.0, 9.0]), local)
     assert (sums.mean, sums.targets) == ((2.0 + 0.5 * 4.0) / 2, 2)
 
@@ -260,7 +274,8 @@ def test_a_wait_inside_a_wait_counts_once():
 
 def test_records_know_their_rates():
     record = StepRecord(
-        step=1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=100, targets=99, rows=2, seen_tokens=100, step_s=0.5,
+        step=1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=100, targets=99, rows=2, sequence=50, stage=1,
+        seen_tokens=100, step_s=0.5,
         wait_s=0.1, useful_flops=10, executed_flops=20, logits_flops=5, peak_rss_bytes=1,
     )  # fmt: skip
     assert record.tokens_per_s == 200

@@ -9,7 +9,7 @@ import torch
 from longspan.spec.layout import Layout
 from longspan.spec.run import RunConfig
 from longspan.spec.run_sections import ModelSection
-from longspan.train.metrics import StepRecord, describe_run, json_ready, run_tags
+from longspan.train.metrics import EvaluationRecord, StepRecord, describe_run, json_ready, run_tags
 
 RECORD = StepRecord(
     step=3,
@@ -19,6 +19,8 @@ RECORD = StepRecord(
     tokens=8192,
     targets=8000,
     rows=2,
+    sequence=4096,
+    stage=1,
     seen_tokens=24576,
     step_s=0.5,
     wait_s=0.05,
@@ -29,6 +31,15 @@ RECORD = StepRecord(
     peak_bytes=3 * 2**20,
     peak_source="census",
     loss_by_position={"0-63": 3.0, "64-": 2.0},
+    loss_by_document_length={"64-": 2.5},
+)
+EVALUATION = EvaluationRecord(
+    step=4,
+    loss=2.25,
+    loss_by_position={"0-63": 2.75, "64-": 1.75},
+    loss_by_document_length={"64-": 2.25},
+    targets=4000,
+    seconds=0.125,
 )
 CONFIG = RunConfig(model=ModelSection(config="config.json"), layout=Layout(tp=2, cp_inner=2, sp=True))
 
@@ -41,11 +52,13 @@ def test_rates_follow_from_counts_and_time() -> None:
     assert values["executed_flops_per_s"] == 12e9
     assert values["wait_share"] == pytest.approx(0.1)
     assert values["loss_by_position"] == {"0-63": 3.0, "64-": 2.0}
+    assert values["loss_by_document_length"] == {"64-": 2.5}
 
 
 def test_records_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RECORD.loss = 0.0
+    for record in (RECORD, EVALUATION):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            record.loss = 0.0
 
 
 def test_run_is_described_with_cp_and_sp_apart() -> None:

@@ -32,14 +32,13 @@ def demo(*overrides: Override, json: Json = False) -> int:
     start, out, changes = time.monotonic(), console(as_json=True), parse_overrides(overrides)
     with as_file(files("longspan.cli") / "demo.toml") as run:
         config = RunConfig.load(run, changes)
-        shorter = RunConfig.load(run, changes | {"data.sequence": min(VERIFIED_TOKENS, config.data.sequence)})
+    rows = min(VERIFIED_TOKENS, config.stage_plan.stages[0].sequence)
+    shorter = config.one_stage(1, rows)
     if not json:
         out.print("[bold]1. Train[/]: tensor, sequence and context parallelism over packed documents")
     result = trained(config, quiet=json)
     if not json:
-        out.print(
-            f"\n[bold]2. Verify[/]: the same model and layout on rows of {shorter.data.sequence:,} tokens"
-        )
+        out.print(f"\n[bold]2. Verify[/]: the same model and layout on rows of {rows:,} tokens")
     report = verified(shorter)
     if result is None or report is None:
         return 0
@@ -58,6 +57,10 @@ def _show_end(config: RunConfig, result: "TrainResult", seconds: float, out: Con
         f"\nloss fell from {result.first_loss:.3f} to {result.last_loss:.3f} nats a byte; all of it took "
         f"{seconds:.0f} s"
     )
+    if result.unigram_entropy is not None:
+        out.print(
+            f"a model that only knew how often each byte occurs would have {result.unigram_entropy:.3f}"
+        )
     out.print(f"records      {folder / 'steps.jsonl'}", soft_wrap=True)
     if config.output.tensorboard:
         out.print(f"curves       tensorboard --logdir {folder / 'tensorboard'}", soft_wrap=True)

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
 
 from longspan.cli.groups import headline
 from longspan.cli.output import table
-from longspan.data import PADDING
+from longspan.data import PADDING, CorpusReport
 from longspan.train.session import Session
 
 __all__ = ["loading", "show_opening"]
@@ -24,38 +25,65 @@ def loading(out: Console, show: bool) -> Generator[Callable[[int, int], None]]:
 
 
 def show_opening(session: Session, out: Console) -> None:
-    """Print layout, choices, data and first batch."""
+    """Print layout, choices, data, first batch and, if there are several, stages."""
     out.print(headline(session.groups.layout))
     rows = table("what", "chosen", "why")
     for what, chosen, why in _choices(session):
         rows.add_row(what, chosen, why)
     out.print(rows)
+    if len(session.plan.stages) > 1:
+        out.print("", _stages(session), sep="\n")
 
 
 def _choices(session: Session) -> Iterator[tuple[str, str, str]]:
-    config, spec, report, chosen = session.config, session.spec, session.corpus.report, session.choice.chosen
+    config, spec = session.config, session.spec
     yield (
         "model",
         f"{spec.family}, {spec.num_parameters:,} parameters",
         f"{spec.num_layers} layers × {spec.hidden_size}, {spec.num_heads} query and {spec.num_kv_heads} K/V heads of "
         f"{spec.head_dim}",
     )
-    yield "sharding", chosen.sharding if session.groups.layout.cp > 1 else "none", session.choice.reason
-    yield (
-        "transport",
-        chosen.transport if session.groups.layout.cp > 1 else "none",
-        f"{chosen.rounds} rounds a micro-batch",
-    )
+    if len(session.plan.stages) == 1:
+        (choice,) = session.choices
+        yield "sharding", _shared(session, choice.chosen.sharding), choice.reason
+        yield (
+            "transport",
+            _shared(session, choice.chosen.transport),
+            f"{choice.chosen.rounds} rounds a micro-batch",
+        )
     named = "as the run file says" if config.attention.kernel != "auto" else "the fused kernel of the device"
     yield "kernel", session.kernel.name, f"{named}; {config.train.dtype} on {session.groups.device}"
     yield "recompute", config.memory.recompute, "as the run file says"
-    yield (
-        "corpus",
-        f"{report.documents:,} documents",
-        f"{report.tokens:,} tokens by {report.tokenizer}; a document has {report.median_length:,} (median) to "
-        f"{report.max_length:,}; skipped {report.skipped_empty} empty, {report.skipped_undecodable} not UTF-8",
-    )
+    yield "corpus", *_corpus(session.corpus.report)
     yield "first batch", *_first_batch(session)
+
+
+def _shared(session: Session, how: str) -> str:
+    return how if session.groups.layout.cp > 1 else "none"
+
+
+def _corpus(report: CorpusReport) -> tuple[str, str]:
+    entropy = "" if report.unigram_entropy is None else f", unigram entropy {report.unigram_entropy:.3f} nats"
+    return (
+        f"{report.documents:,} documents",
+        f"{report.tokens:,} tokens by {report.tokenizer}{entropy}; a document has {report.median_length:,} (median) "
+        f"to {report.max_length:,}; skipped {report.skipped_empty} empty, {report.skipped_undecodable} not UTF-8",
+    )
+
+
+def _stages(session: Session) -> Table:
+    rows = table("stage", "rows × tokens", "steps", "sharding", "transport", "why", uncut=5)
+    for stage in session.plan.stages:
+        choice = session.choice(stage)
+        rows.add_row(
+            str(stage.number),
+            f"{stage.batch.global_batch} × {stage.sequence:,}",
+            f"{stage.steps:,}",
+            _shared(session, choice.chosen.sharding),
+            _shared(session, choice.chosen.transport),
+            choice.reason,
+        )
+    return rows
 
 
 def _first_batch(session: Session) -> tuple[str, str]:
@@ -66,8 +94,8 @@ def _first_batch(session: Session) -> tuple[str, str]:
         int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[batch.sample_ids == PADDING].sum())
         for batch in wholes
     )
-    rows = session.config.batch.global_batch
+    stage = session.plan.stages[0]
     return (
-        f"{rows} rows of {session.config.data.sequence:,} tokens",
+        f"{stage.batch.global_batch} rows of {stage.sequence:,} tokens",
         f"{batches.num_targets:,} targets; rank 0's rows hold {documents} documents or parts, {padding} padding tokens",
     )

@@ -26,6 +26,7 @@ def verify(
     *overrides: Override,
     layers: Shrink = None,
     sequence: Shrink = None,
+    stage: int = 1,
     sabotage: str | None = None,
     json: Json = False,
 ) -> int:
@@ -38,14 +39,14 @@ def verify(
         overrides: As for every verb.
         layers: Keep only this many layers, for models that one process cannot hold.
         sequence: Shorten the rows to this many tokens.
+        stage: Which of the run's stages, from 1; the others are left out.
         sabotage: Break the layout's run on purpose, to see that it is caught; `list` shows all.
         json: As for every verb.
     """
     if sabotage == "list":
         _show_sabotages(console())
         return 0
-    changes = parse_overrides(overrides) | ({"data.sequence": sequence} if sequence is not None else {})
-    config = RunConfig.load(run, changes)
+    config = RunConfig.load(run, parse_overrides(overrides)).one_stage(stage, sequence)
     report = verified(config, layers, sabotage)
     if report is None:
         return 0

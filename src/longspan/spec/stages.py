@@ -1,8 +1,9 @@
 """Staged runs: row length and batch of every step, and one clock in tokens that runs through all stages.
 
-Training documents are one endless stream of tokens. At a row length s, row i is tokens [i·s, (i + 1)·s) of it. A stage
-begins with the first row of its own length that starts at or after the last token of the stage before it. So no token is
-consumed twice, fewer than one row is passed over at each change, and where a step reads follows from its number alone.
+Training documents are one endless stream of tokens. At a row length s, row i is tokens [i·s, (i + 1)·s) of it. A
+stage begins with the first row of its own length that starts at or after the last token of the stage before it. So no
+token is consumed twice, fewer than one row is passed over at each change, and where a step reads follows from its
+number alone.
 """
 
 from collections.abc import Iterable
@@ -91,7 +92,9 @@ class StagePlan:
         stages: list[Stage] = []
         for sequence, steps, batch in sizes:
             if min(sequence, steps) < 1:
-                raise ConfigError(f"a stage of {steps} steps with rows of {sequence} tokens; give 1 or more of each")
+                raise ConfigError(
+                    f"a stage of {steps} steps with rows of {sequence} tokens; give 1 or more of each"
+                )
             stages.append(
                 stages[-1].next(sequence, steps, batch) if stages else Stage(1, sequence, steps, batch)
             )

@@ -65,7 +65,7 @@ class LossSums:
 
     @property
     def by_document_length(self) -> dict[str, float]:
-        """Mean loss of every bucket of document lengths that has targets; a document cut by a row counts as its piece."""
+        """The same by tokens of the document, or of the piece of it that the row holds."""
         return _means(self.table[:, NUM_BUCKETS:])
 
     @property
