@@ -7,7 +7,7 @@ import pytest
 from longspan.cli import main
 from longspan.verify import SABOTAGES
 from tests.cli.commands import done, longspan, refused
-from tests.verify.runs import write_run
+from tests.verify.runs import RUN, write_run
 
 ALL_AXES = ("--layout.tp", "2", "--layout.cp=2", "--layout.sp")
 CHECKS = {
@@ -45,6 +45,22 @@ def test_equal(run: Path) -> None:
     assert all(row["scale"] == pytest.approx(1, abs=1e-8) for row in report["parameters"])
 
 
+def test_a_later_stage(run: Path, tmp_path: Path) -> None:
+    staged = tmp_path / "staged.toml"
+    stages = "[[stages]]\nsequence = 60\nsteps = 2\n[[stages]]\nsequence = 90\nsteps = 1\nglobal_batch = 1\n"
+    text = (
+        RUN.replace("sequence = 121\n", "")
+        .replace("steps = 4\n", "")
+        .replace('"corpus"', f'"{run.parent}/corpus"')
+    )
+    staged.write_text(text + stages)
+    report = done("verify", staged, "--stage", "2", "--layout.cp", "2", "--layers", "1")
+    assert report["passed"]
+    assert report["run"].endswith(", 1 layers, 1 rows of 90")
+    report = done("verify", staged, "--sequence", "50", "--layers", "1")
+    assert report["run"].endswith(", 1 layers, 2 rows of 50")
+
+
 def test_a_caught_sabotage_differs(run: Path) -> None:
     finished = longspan("verify", run, "--layout.cp", "2", "--sabotage", "average-gradients")
     assert (finished.returncode, finished.stderr) == (1, "")
@@ -65,6 +81,7 @@ def test_a_caught_sabotage_differs(run: Path) -> None:
         ),
         ("--sabotage gremlins", "unknown sabotage 'gremlins'; use one of drop-bounds, "),
         ("--layers 0", "layers=0 must be from 1 to the model's 2"),
+        ("--stage 2", "stage=2 must be from 1 to the run's 1"),
         ("--sequence 1", "data.sequence = 1: should be greater than or equal to 2"),
         ("--layout.tpp 2", "unknown key layout.tpp = 2; did you mean layout.tp?"),
         ("--layout.pp 2", "training with pp=2 is not supported; use pp=1"),
