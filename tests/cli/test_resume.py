@@ -40,13 +40,13 @@ def uninterrupted(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def curve(folder: Path) -> dict[int, tuple[float, float, float | None]]:
-    """Loss, gradient norm and evaluation loss of every step; a step taken twice must have come out the same."""
-    found: dict[int, tuple[float, float, float | None]] = {}
+def curve(folder: Path) -> dict[tuple[str, int], tuple[float, float | None]]:
+    """Loss and gradient norm of every step and evaluation; one that was taken twice must have come out the same."""
+    found: dict[tuple[str, int], tuple[float, float | None]] = {}
     for record in records(folder):
-        if record["kind"] == "step":
-            values = (record["loss"], record["grad_norm"], record["eval_loss"])
-            assert found.setdefault(record["step"], values) == values
+        if record["kind"] != "run":
+            values = (record["loss"], record.get("grad_norm"))
+            assert found.setdefault((record["kind"], record["step"]), values) == values
     return found
 
 
@@ -137,12 +137,14 @@ def test_going_on_in_another_layout_and_on_a_finished_run(
     runs = [record for record in records(four_steps) if record["kind"] == "run"]
     assert [head["resumed_from_step"] for head in runs] == [None, 2]
     again = {record["step"]: record["loss"] for record in records(four_steps) if record["kind"] == "step"}
-    assert [again[step] for step in (3, 4)] == pytest.approx([whole[step][0] for step in (3, 4)], rel=1e-5)
+    assert [again[step] for step in (3, 4)] == pytest.approx([whole["step", step][0] for step in (3, 4)], rel=1e-5)
 
     before = {path: path.read_bytes() for path in four_steps.rglob("*") if path.is_file()}
     result = done(*words, "--resume", "latest")
     assert result == {
         **dict.fromkeys(("first_loss", "last_loss", "eval_loss", "tokens_per_s", "peak_bytes")),
+        **dict.fromkeys(("first_evaluation", "last_evaluation")),
+        "unigram_entropy": result["unigram_entropy"],
         "seconds": result["seconds"],
         "checkpoint": str(four_steps / "checkpoints" / "step-00000004"),
     }
@@ -156,7 +158,7 @@ def test_a_run_that_starts_anew_loses_nothing(run: Path, four_steps: Path) -> No
     assert f"{four_steps} held an earlier run, which is now in {aside}" in finished.stderr
     assert [*complete(aside / "checkpoints")] == [2, 4]
     assert [*complete(four_steps / "checkpoints")] == [4]
-    assert curve(aside)[1] != curve(four_steps)[1]
+    assert curve(aside)["step", 1] != curve(four_steps)["step", 1]
 
 
 def test_damage_is_one_line_on_several_ranks_too(

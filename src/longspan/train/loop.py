@@ -258,9 +258,7 @@ def _save(session: Session, model: ParallelModel) -> None:
             pass
 
 
-def _result(
-    session: Session, records: list[Record], seconds: float, checkpoint: Path | None
-) -> TrainResult:
+def _result(session: Session, records: list[Record], seconds: float, checkpoint: Path | None) -> TrainResult:
     newest = None if checkpoint is None else str(checkpoint)
     entropy = session.corpus.report.unigram_entropy
     steps = [record for record in records if isinstance(record, StepRecord)]

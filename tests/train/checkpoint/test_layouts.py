@@ -36,7 +36,7 @@ def started(rank: int, world: int, file: str, changes: dict[str, Any]) -> Any:
         keeper.begin(run.model.decoder.named_parameters(), run.optimizer)
         for number in range(BEFORE):
             run.step(number)
-        keeper.finish(Progress(BEFORE, BEFORE * run.session.config.tokens_per_step))
+        keeper.finish(Progress(BEFORE, run.session.plan.tokens_before(BEFORE)))
     state = run.state()
     losses = [run.step(BEFORE + number) for number in range(AFTER)]
     return (state, losses) if rank == 0 else None
@@ -53,7 +53,7 @@ def gone_on(rank: int, world: int, file: str, changes: dict[str, Any], folder: P
         return None, losses
     with run.keeping(found(folder)) as keeper:
         progress = keeper.begin(run.model.decoder.named_parameters(), run.optimizer)
-    assert progress == Progress(BEFORE, BEFORE * run.session.config.tokens_per_step)
+    assert progress == Progress(BEFORE, run.session.plan.tokens_before(BEFORE))
     state = run.state()
     losses = [run.step(progress.step + number) for number in range(AFTER)]
     return (state, losses) if rank == 0 else None

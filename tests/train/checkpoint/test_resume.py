@@ -33,7 +33,7 @@ def leave(config: RunConfig, *steps: int) -> Path:
             step_folder(root, step).mkdir()
             Manifest(
                 run_id=output.run_id,
-                progress=Progress(step, step * config.tokens_per_step),
+                progress=Progress(step, config.stage_plan.tokens_before(step)),
                 world=1,
                 model=json.loads(config.model_spec().model_dump_json()),
                 config=config.model_dump(mode="json"),

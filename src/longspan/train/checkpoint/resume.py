@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "batch.micro_batch",
     "train.eval_every",
     "train.eval_rows",
+    "train.eval_sequence",
     "train.log_every",
     "train.loss_chunk",
     "train.threads",
