@@ -137,7 +137,9 @@ def test_going_on_in_another_layout_and_on_a_finished_run(
     runs = [record for record in records(four_steps) if record["kind"] == "run"]
     assert [head["resumed_from_step"] for head in runs] == [None, 2]
     again = {record["step"]: record["loss"] for record in records(four_steps) if record["kind"] == "step"}
-    assert [again[step] for step in (3, 4)] == pytest.approx([whole["step", step][0] for step in (3, 4)], rel=1e-5)
+    assert [again[step] for step in (3, 4)] == pytest.approx(
+        [whole["step", step][0] for step in (3, 4)], rel=1e-5
+    )
 
     before = {path: path.read_bytes() for path in four_steps.rglob("*") if path.is_file()}
     result = done(*words, "--resume", "latest")
@@ -222,4 +224,4 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_goes_on(run: Path, tmp_
     )
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
     done(*words, "--resume")
-    assert [*curve(folder)] == [1, 2, 3, 4, 5, 6]
+    assert [step for kind, step in curve(folder) if kind == "step"] == [1, 2, 3, 4, 5, 6]

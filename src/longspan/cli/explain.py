@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from longspan.cli.groups import headline
 from longspan.cli.output import Json, console, print_json, table
@@ -63,9 +64,9 @@ def config(section: str = "", /, *, json: Json = False) -> None:
     rows = table("key", "may be", "left out", "meaning")
     for key, leaf in keys.items():
         left_out = leaf.get("default")
-        rows.add_row(
-            key, _choices(leaf), "–" if left_out is None else _toml(left_out), leaf.get("description", "")
-        )
+        # Plain text, because [brackets] in it are no markup.
+        meaning = Text(leaf.get("description", ""))
+        rows.add_row(key, _choices(leaf), "–" if left_out is None else _toml(left_out), meaning)
     console().print(rows)
 
 
