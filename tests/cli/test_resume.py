@@ -18,7 +18,7 @@ from tests.cli.ranks import ended, started, wait_until
 from tests.cli.test_train import records
 from tests.verify.runs import write_run
 
-STEPS, EVERY = 24, 3
+STEPS, EVERY = 45, 3
 LONG = (
     "--layout.cp", "2", "--train.steps", str(STEPS), "--checkpoint.every", str(EVERY), "--train.eval_every", "8",
     "--train.timeout_s", "60",
@@ -85,7 +85,7 @@ def survive(run: Path, folder: Path, whole: Path, kills: int, seed: int) -> list
                 assert wait_until(lambda: unfinished(folder), processes)
                 time.sleep(moments.uniform(0, 0.25))
             else:
-                more = moments.randint(1, 6)
+                more = moments.randint(1, 5)
                 assert wait_until(lambda: lines(folder) > before + more, processes)  # noqa: B023
             saving = unfinished(folder)
             # All at once as when a machine dies, or one alone.
@@ -179,6 +179,30 @@ def test_damage_is_one_line_on_several_ranks_too(
     assert (finished.returncode, finished.stdout, one_line(finished.stderr)) == (2, "", line)
     assert refused(capsys, *words, "--train.threads", "1") == line
     assert (four_steps / "weights" / "model.safetensors").exists()
+
+
+def test_a_damaged_older_one_leaves_the_newer_ones_where_they_are(
+    run: Path, four_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = four_steps / "checkpoints" / "step-00000002"
+    (older / ".metadata").unlink()
+    before = sorted(path for path in four_steps.rglob("*"))
+    line = refused(
+        capsys,
+        "train",
+        run,
+        "--output.folder",
+        four_steps,
+        "--resume",
+        older,
+        "--json",
+        *("--train.threads", "1"),
+    )
+    assert line == f"{older / '.metadata'} is missing; there is no earlier one beside it"
+    elsewhere = ("--output.folder", four_steps.with_name("new"), "--trust-checkpoint")
+    refused(capsys, "train", run, *elsewhere, "--resume", older, "--json", *("--train.threads", "1"))
+    assert sorted(path for path in four_steps.rglob("*")) == before
+    assert not four_steps.with_name("new").exists()
 
 
 def test_a_changed_corpus_is_refused(run: Path, four_steps: Path, capsys: pytest.CaptureFixture[str]) -> None:

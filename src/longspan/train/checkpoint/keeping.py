@@ -64,7 +64,7 @@ class Keeper:
             How far the run is.
 
         Raises:
-            LongspanError: a checkpoint that is damaged or of another run; nothing has been read then.
+            LongspanError: a checkpoint that is of another model, or cannot be read.
         """
         tensors = RunTensors(dict(parameters), optimizer, self._together.rank)
         settings = self._session.config.checkpoint
@@ -115,15 +115,6 @@ class Keeper:
         return self._writer
 
     def _load(self, found: Found, tensors: RunTensors) -> None:
-        corpus = corpus_digest(self._session.corpus.train)
-
-        def compare() -> None:
-            if found.manifest.corpus != corpus and not found.allow_changes:
-                raise CheckpointError(
-                    f"{found.folder} saw other training documents than data.source has now; restore them, or "
-                    "--allow-changes"
-                )
-
         def read() -> None:
             # Generators are one for each rank, so another number of ranks starts them anew.
             same_world = found.manifest.world == self._together.world
@@ -132,11 +123,7 @@ class Keeper:
             if same_world:
                 tensors.set_generators(wanted)
 
-        words = earlier_words(found.folder)
-        verify_together(found.folder, found.manifest, self._together, words)
-        doing = f"loading {found.folder}"
-        self._together.agree(compare, doing=doing, fix=words)
-        self._together.agree(read, doing=doing, fix=words)
+        self._together.agree(read, doing=f"loading {found.folder}", fix=earlier_words(found.folder))
 
     def _describe(self, progress: Progress) -> Manifest:
         session = self._session
@@ -161,12 +148,15 @@ def keeping(session: Session, found: Found | None) -> Generator[Keeper]:
         found: the checkpoint to go on from, or None to start anew.
 
     Raises:
-        LongspanError: a folder that cannot be used, in the same words on all ranks.
+        LongspanError: a checkpoint that is damaged or saw other documents, and then nothing was changed; a folder
+            that cannot be used; in the same words on all ranks.
     """
     rank, world = session.groups.rank, session.groups.layout.world
     timeout_s = session.config.train.timeout_s
     together, threads = (Together.create(rank, world, timeout_s) for _ in range(2))
     folder = session.config.output.folder
+    if found is not None:
+        _verify(found, session, together)
     with ExitStack() as held:
 
         def ready() -> Output | None:
@@ -192,6 +182,16 @@ def keeping(session: Session, found: Found | None) -> Generator[Keeper]:
             raise
     together.close()
     threads.close()
+
+
+def _verify(found: Found, session: Session, together: Together) -> None:
+    """Refuse a damaged checkpoint, or one of other documents, before anything is read or renamed."""
+    verify_together(found.folder, found.manifest, together, earlier_words(found.folder))
+    corpus = corpus_digest(session.corpus.train)
+    if found.manifest.corpus != corpus and not found.allow_changes:
+        raise CheckpointError(
+            f"{found.folder} saw other training documents than data.source has now; restore them, or --allow-changes"
+        )
 
 
 def corpus_digest(documents: TokenStore) -> str:
