@@ -3,17 +3,15 @@
 import pytest
 import torch
 
-from longspan.attention import Meter, choose_kernel
 from longspan.data import IGNORE
-from longspan.model import InitialWeights
 from longspan.spec.layout import Layout
 from longspan.spec.run import RunConfig
 from longspan.testing import run_ranks
-from longspan.train.forward import ParallelModel
-from longspan.train.parallelize import ModelOptions, build_model
+from longspan.train.gradients import gradient
+from longspan.train.optimizer import build_optimizer
 from longspan.train.session import Session
-from longspan.train.step import evaluate, gradients_of
-from tests.train.parity import groups, tiny_model
+from longspan.train.step import evaluate, gradients_of, update
+from tests.train.parity import groups
 from tests.verify.runs import write_run
 
 # Three rows to evaluate: some ranks have none left.
@@ -51,24 +49,26 @@ def test_ranks_without_a_row_evaluate_along_and_add_nothing(run, sizes):
         assert here[1] == targets == sum(other[3] for other in seen)
 
 
-def held_bytes(rank, world, sizes):
-    """Bytes of this rank's parts of weights, of their gradients, and of the gradients' tensors afterwards."""
-    session_groups, spec = groups(Layout(**sizes)), tiny_model("gqa")
-    decoder = build_model(
-        spec, InitialWeights(spec, 0), session_groups, ModelOptions(torch.float64, torch.float64)
-    )
-    kernel = choose_kernel("auto", "cpu", torch.float64)
-    model = ParallelModel(decoder, session_groups, kernel, Meter(), loss_chunk=16)
-    return sum(p.to_local().nbytes for p in model.parameters()), spec.num_parameters * 8
+def held_bytes(rank, world, run, sizes):
+    """Bytes of this rank's parts of weights, gradients and AdamW's moments after a step; bytes of all weights."""
+    session = open_session(run, sizes)
+    model = session.model()
+    optimizer = build_optimizer(model.parameters(), session.config.optimizer)
+    gradients_of(model, session.training_step(0))
+    update(model, optimizer, lr=1e-3, clip_norm=1.0)
+    moments = [optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    held = (*model.parameters(), *(gradient(p) for p in model.parameters()), *moments)
+    return sum(tensor.to_local().nbytes for tensor in held), session.spec.num_parameters * 8
 
 
-def test_shared_weights_take_a_share_of_the_memory():
-    copied, whole = run_ranks(held_bytes, 4, {"dp_replicate": 4})[0]
+def test_shared_weights_gradients_and_moments_take_a_share_of_the_memory(run):
+    copied, weights = run_ranks(held_bytes, 4, run, {"dp_replicate": 4})[0]
+    whole = 4 * weights
     assert copied == whole
-    parts = run_ranks(held_bytes, 4, {"dp_shard": 4})
+    parts = run_ranks(held_bytes, 4, run, {"dp_shard": 4})
     assert sum(part for part, _ in parts) == whole
     assert max(part for part, _ in parts) < 0.3 * whole
-    hybrid = run_ranks(held_bytes, 4, {"dp_replicate": 2, "dp_shard": 2})
+    hybrid = run_ranks(held_bytes, 4, run, {"dp_replicate": 2, "dp_shard": 2})
     assert sum(part for part, _ in hybrid) == 2 * whole
 
 

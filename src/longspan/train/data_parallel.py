@@ -26,7 +26,8 @@ def apply_data_parallel(decoder: Decoder, mesh: DeviceMesh, compute_dtype: torch
     """Share out the weights of `decoder` along `mesh` and let backward sum their gradients, in place.
 
     Each layer is gathered on its own. Layers travel in `compute_dtype`; embedding, final norm and output weights in
-    their own, because the gradient of an embedding adds up many tokens. Gradients are summed in the weights' dtype.
+    their own, because the gradient of an embedding adds up many tokens. Over `mesh`, gradients are summed in the
+    weights' dtype; over tp, those of weights that tp ranks share are summed before, in the dtype they come in.
 
     Args:
         decoder: on the meta device, its weights plain or split over tp; they become DTensors.

@@ -78,7 +78,7 @@ def train(session: Session, *, quiet: bool = False, found: Found | None = None) 
     """
     start = time.monotonic()
     with keeping(session, found) as keeper:
-        say = notes(quiet or session.groups.rank != 0)
+        say = notes(session.groups.rank != 0)
         for note in keeper.output.notes:
             say(note)
         loop = _Loop.begin(session)
@@ -98,6 +98,9 @@ def _steps(
     session, records = loop.session, []
     if progress.step >= session.plan.steps:
         return records
+    if session.groups.rank == 0:
+        # Written last, it says that the weights are there; those of an earlier end are not this run's.
+        (session.config.output.folder / "weights" / "config.json").unlink(missing_ok=True)
     with recording(
         session.config,
         torch.device(session.groups.device),

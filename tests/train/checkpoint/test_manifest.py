@@ -1,5 +1,6 @@
 """A manifest knows when itself or any file beside it is not what was written."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -88,3 +89,15 @@ def test_a_manifest_names_only_files_of_its_folder(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="which is no file of its folder"):
         verify(folder)
     assert json.loads((folder / "manifest.json").read_text())["files"]
+
+
+@pytest.mark.parametrize("change", [{"mood": "good"}, {"world": None}], ids=["more", "less"])
+def test_fields_of_another_version_are_named(tmp_path: Path, change: dict) -> None:
+    MANIFEST.with_files({}).write(tmp_path)
+    body = json.loads((tmp_path / "manifest.json").read_text())
+    del body["checksum"]
+    body = {key: value for key, value in (body | change).items() if value is not None}
+    told = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "manifest.json").write_text(json.dumps({"checksum": told} | body))
+    with pytest.raises(CheckpointError, match="cannot be used .*; use the Longspan that wrote it"):
+        read_manifest(tmp_path)

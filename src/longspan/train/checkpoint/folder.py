@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from longspan.train.checkpoint.manifest import MANIFEST
@@ -76,8 +77,10 @@ def keep_last(root: Path, count: int) -> None:
         # Half deleted, it must not look like a checkpoint.
         doomed = unfinished(path)
         shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        # What cannot be deleted now is no reason to call the new checkpoint failed; the next start tries again.
+        with suppress(OSError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_leftovers(root: Path) -> None:

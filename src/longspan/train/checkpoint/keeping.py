@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -118,8 +119,15 @@ class Keeper:
         def read() -> None:
             # Generators are one for each rank, so another number of ranks starts them anew.
             same_world = found.manifest.world == self._together.world
-            wanted = tensors.by_name(rng=same_world)
-            read_tensors(CheckedReader(found.folder, found.manifest), wanted)
+            reader = CheckedReader(found.folder, found.manifest)
+            stored = reader.tensors()
+            # A run that computed on another kind of device has no generator for this one.
+            wanted = {
+                name: tensor
+                for name, tensor in tensors.by_name(rng=same_world).items()
+                if name in stored or not name.startswith("rng.")
+            }
+            read_tensors(reader, wanted)
             if same_world:
                 tensors.set_generators(wanted)
 
@@ -155,8 +163,8 @@ def keeping(session: Session, found: Found | None) -> Generator[Keeper]:
     timeout_s = session.config.train.timeout_s
     together, threads = (Together.create(rank, world, timeout_s) for _ in range(2))
     folder = session.config.output.folder
-    if found is not None:
-        _verify(found, session, together)
+    _agree_on_start(found, together)
+    changed = _verify(found, session, together) if found is not None else ()
     with ExitStack() as held:
 
         def ready() -> Output | None:
@@ -174,6 +182,7 @@ def keeping(session: Session, found: Found | None) -> Generator[Keeper]:
             fix="make it a folder that can be written, or set output.folder",
         )
         assert output is not None, "rank 0 made it"
+        output = replace(output, notes=(*changed, *output.notes))
         keeper = Keeper(session, found, output, together, threads)
         try:
             yield keeper
@@ -184,14 +193,32 @@ def keeping(session: Session, found: Found | None) -> Generator[Keeper]:
     threads.close()
 
 
-def _verify(found: Found, session: Session, together: Together) -> None:
-    """Refuse a damaged checkpoint, or one of other documents, before anything is read or renamed."""
+def _agree_on_start(found: Found | None, together: Together) -> None:
+    """Refuse to start if ranks found different checkpoints, as on a shared file system that shows them unequally."""
+
+    def same(starts: list[str]) -> list[None]:
+        if len(set(starts)) > 1:
+            told = " and ".join(sorted(set(starts)))
+            raise CheckpointError(f"ranks would start from {told}; name one with --resume PATH")
+        return [None] * len(starts)
+
+    mine = "step 0" if found is None else f"{found.folder} of run {found.manifest.run_id}"
+    together.through_rank_0(lambda: mine, same, doing="choosing a checkpoint", fix="start again")
+
+
+def _verify(found: Found, session: Session, together: Together) -> tuple[str, ...]:
+    """Refuse a damaged checkpoint, or one of other documents, before anything is read or renamed.
+
+    Returns:
+        What a person should know, if other documents were allowed.
+    """
     verify_together(found.folder, found.manifest, together, earlier_words(found.folder))
-    corpus = corpus_digest(session.corpus.train)
-    if found.manifest.corpus != corpus and not found.allow_changes:
-        raise CheckpointError(
-            f"{found.folder} saw other training documents than data.source has now; restore them, or --allow-changes"
-        )
+    if found.manifest.corpus == corpus_digest(session.corpus.train):
+        return ()
+    other = f"{found.folder} saw other training documents than data.source has now"
+    if not found.allow_changes:
+        raise CheckpointError(f"{other}; restore them, or --allow-changes")
+    return (f"changed since the checkpoint: {other}",)
 
 
 def corpus_digest(documents: TokenStore) -> str:

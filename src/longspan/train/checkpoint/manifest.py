@@ -106,8 +106,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its checksum differs")
     if body.pop("format") != FORMAT:
         raise CheckpointError(f"{path} is of another format than {FORMAT}; use the Longspan that wrote it")
-    files = {name: FileDigest(**found) for name, found in body.pop("files").items()}
-    return Manifest(progress=Progress(**body.pop("progress")), files=files, **body)
+    try:
+        files = {name: FileDigest(**found) for name, found in body.pop("files").items()}
+        return Manifest(progress=Progress(**body.pop("progress")), files=files, **body)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be used ({error}); use the Longspan that wrote it") from None
 
 
 def digest(path: Path) -> FileDigest:

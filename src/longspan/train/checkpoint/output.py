@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longspan.errors import CheckpointError, ConfigError
 from longspan.spec.run import RunConfig
-from longspan.train.checkpoint.folder import remove_leftovers, set_later_aside
+from longspan.train.checkpoint.folder import remove_leftovers, set_later_aside, sync
 
 __all__ = ["CHECKPOINTS", "Output", "output_folder", "run_id"]
 
@@ -67,9 +67,10 @@ def output_folder(
             held.append(_hold(folder))
         notes = _set_aside(folder, [*_inputs(config), *inputs]) if goes_on_from is None else []
         if not (folder / _RUN_ID).exists():
-            (folder / _RUN_ID).write_text(uuid.uuid4().hex + "\n", encoding="utf-8")
+            _write_run_id(folder)
             held.append(_hold(folder))
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        sync(folder)
         remove_leftovers(folder / CHECKPOINTS)
         if goes_on_from is not None:
             notes += [
@@ -83,6 +84,21 @@ def output_folder(
     finally:
         for descriptor in held:
             os.close(descriptor)
+
+
+def _write_run_id(folder: Path) -> None:
+    """Name the run, on the disk: a checkpoint whose run is unknown would not be trusted."""
+    try:
+        descriptor = os.open(folder / _RUN_ID, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except FileExistsError:
+        raise CheckpointError(
+            f"another run has just started in {folder}; wait for its end or set output.folder"
+        ) from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(uuid.uuid4().hex + "\n")
+        file.flush()
+        os.fsync(descriptor)
+    sync(folder.parent)
 
 
 def _hold(folder: Path) -> int:

@@ -25,6 +25,8 @@ MAY_DIFFER = (
     "output",
     "checkpoint",
     "batch.micro_batch",
+    # Documents are compared by their content.
+    "data.source",
     "train.eval_every",
     "train.eval_rows",
     "train.eval_sequence",
@@ -110,6 +112,12 @@ def find_start(
         raise CheckpointError(
             f"{folder} is of another run: {'; '.join(changes)}; go on as before, or --allow-changes"
         )
+    taken, now = manifest.progress, config.stage_plan.tokens_before(manifest.progress.step)
+    if now != taken.seen_tokens:
+        raise CheckpointError(
+            f"{folder} saw {taken.seen_tokens:,} tokens in {taken.step:,} steps, the run file means {now:,}, so that "
+            "the schedule would jump and rows be skipped; change rows or batch by a stage after that step"
+        )
     notes = tuple(f"changed since the checkpoint: {change}" for change in changes)
     progress = manifest.progress
     opening = f"going on from {folder}: {progress.step:,} steps, {progress.seen_tokens:,} tokens"
@@ -170,6 +178,10 @@ def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, values in config.items():
         if section == "model" or section in MAY_DIFFER:
             continue
+        if section == "stages":
+            values = [
+                {key: value for key, value in stage.items() if key != "micro_batch"} for stage in values
+            ]
         if isinstance(values, dict):
             values = {key: value for key, value in values.items() if f"{section}.{key}" not in MAY_DIFFER}
         kept[section] = values

@@ -42,8 +42,9 @@ class RunTensors:
         return tensors | (self._generators() if rng else {})
 
     def set_generators(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the random number generators back to states that `by_name` gave."""
-        torch.set_rng_state(tensors[f"rng.{self._rank}.cpu"])
+        """Put the random number generators back to states that `by_name` gave; those that are missing stay."""
+        if (cpu := tensors.get(f"rng.{self._rank}.cpu")) is not None:
+            torch.set_rng_state(cpu)
         if (cuda := tensors.get(f"rng.{self._rank}.cuda")) is not None:
             torch.cuda.set_rng_state(cuda)
 
