@@ -5,12 +5,21 @@ LongspanError
 ├── UnsupportedError   the request is understood, and is refused by name
 ├── CheckpointError    a checkpoint cannot be saved, or cannot be used
 ├── DataError          a corpus, tokenizer or weight file cannot be used
+├── NonFiniteError     a loss or a gradient is infinite or not a number
 └── RankError          a process of a distributed run failed
 
 Every message names the offending value and the fix, in one line; the command line prints it and exits with 2.
 """
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "LongspanError", "RankError", "UnsupportedError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LongspanError",
+    "NonFiniteError",
+    "RankError",
+    "UnsupportedError",
+]
 
 
 class LongspanError(Exception):
@@ -31,6 +40,10 @@ class CheckpointError(LongspanError):
 
 class DataError(LongspanError):
     """A corpus, a tokenizer or a weight file cannot be used."""
+
+
+class NonFiniteError(LongspanError):
+    """A loss or a gradient is infinite or not a number; the message says on which ranks, and where it began."""
 
 
 class RankError(LongspanError):

@@ -1,7 +1,7 @@
 """This process's place in a layout and the process groups that follow from it; passed along, never global."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import ConfigError
 from longspan.spec.layout import Layout
+from longspan.train.failure.heartbeat import Heartbeat
 
 __all__ = ["Groups"]
 
@@ -30,6 +31,7 @@ class Groups:
         dp_cp: group over which weight gradients and loss sums are added, or None.
         weights: mesh of the same ranks as (replicate, shard), or (shard,) without copies; or None. Along shard they
             share out each weight between uses, along replicate they hold the same part. Its root mesh is that of tp.
+        heartbeat: how far this rank's work has come, for its watch.
     """
 
     layout: Layout
@@ -39,6 +41,7 @@ class Groups:
     cp: dist.ProcessGroup | None = None
     dp_cp: dist.ProcessGroup | None = None
     weights: DeviceMesh | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @classmethod
     def create(cls, layout: Layout, device: str = "cpu", timeout: timedelta = TIMEOUT) -> "Groups":

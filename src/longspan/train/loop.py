@@ -12,7 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from longspan.errors import LongspanError
+from longspan.errors import NonFiniteError
 from longspan.model import full_tensors, save_hf
 from longspan.spec.flops import StepFlops, step_flops
 from longspan.train.census import Peak, measure_peak, peak_rss_bytes
@@ -149,6 +149,7 @@ class _Loop:
     @classmethod
     def begin(cls, session: Session) -> "_Loop":
         model = session.model()
+        session.groups.heartbeat.meter = model.meter
         optimizer = build_optimizer(model.parameters(), session.config.optimizer)
         held_out = session.evaluation_step() if session.config.train.eval_every else None
         return cls(session, model, optimizer, held_out)
@@ -175,6 +176,7 @@ class _Loop:
     def step(self, batches: StepBatches, *, census: bool) -> StepRecord:
         """Take one step; with a census, count living storages."""
         config, number = self.session.config, batches.step + 1
+        self.session.groups.heartbeat.beat(number)
         lr, waited = learning_rate(config, batches.step), self.model.meter.wait_s
         start = time.perf_counter()
         with self._memory(census) as peak:
@@ -216,7 +218,7 @@ class _Loop:
 
 def _refuse_nonfinite(step: int, loss: float, norm: float) -> None:
     if not math.isfinite(loss) or not math.isfinite(norm):
-        raise LongspanError(
+        raise NonFiniteError(
             f"step {step}: loss {loss} and gradient norm {norm} must be finite; lower optimizer.lr or lengthen "
             "schedule.warmup_tokens"
         )
