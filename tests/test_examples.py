@@ -1,4 +1,4 @@
-"""The run files in examples/ mean what they say; demo.toml is tested with the demo."""
+"""The run files in examples/ mean what they say; the demo and the two for long context have tests of their own."""
 
 from pathlib import Path
 
@@ -32,9 +32,10 @@ def demo_weights(tmp_path: Path) -> Path:
 
 def test_every_example_can_be_trained(demo_weights: Path) -> None:
     names = sorted(path.name for path in EXAMPLES.glob("*.toml"))
-    assert names == ["demo.toml", "hf_start.toml", "windowed.toml"]
+    assert names == ["demo.toml", "hf_start.toml", "long_context.toml", "short_context.toml", "windowed.toml"]
     for name in names:
-        changes = {"model.weights": str(demo_weights)} if name == "hf_start.toml" else {}
+        goes_on = name in ("hf_start.toml", "long_context.toml")
+        changes = {"model.weights": str(demo_weights)} if goes_on else {}
         check_trainable(RunConfig.load(EXAMPLES / name, changes))
 
 
