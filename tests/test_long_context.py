@@ -1,4 +1,4 @@
-"""The job of the two examples, shrunk: a Hugging Face model made at 1k goes on to 8k and gets better far inside documents."""
+"""The job of the two examples, shrunk: a Hugging Face model made at 1k goes on to 8k and learns from far away."""
 
 import json
 import sysconfig
