@@ -85,7 +85,6 @@ def _train(config: RunConfig, groups: "Groups", quiet: bool, start: "Start | Non
         session = Session.open(config, groups, on_progress=on_progress)
     if first:
         show_opening(session, out)
-    if groups.rank == 0:
         for note in start.notes if start else ():
             out.print(note, markup=False, soft_wrap=True)
     return train(session, quiet=quiet, found=start.found if start else None)

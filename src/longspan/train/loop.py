@@ -78,7 +78,7 @@ def train(session: Session, *, quiet: bool = False, found: Found | None = None) 
     """
     start = time.monotonic()
     with keeping(session, found) as keeper:
-        say = notes(session.groups.rank != 0)
+        say = notes(quiet or session.groups.rank != 0)
         for note in keeper.output.notes:
             say(note)
         loop = _Loop.begin(session)
