@@ -34,6 +34,7 @@ def longspan(
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     ) as process:
         while interrupt_at and process.poll() is None:
             if interrupt_at.exists():
@@ -43,6 +44,11 @@ def longspan(
         out, err = process.communicate(timeout=240)
     assert nobody_left(process.pid), f"{words} left processes behind"
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def _heed_interrupts() -> None:
+    """A shell starts what runs in its background deaf to Ctrl-C, and every child inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def nobody_left(session: int) -> bool:
