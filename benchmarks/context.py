@@ -16,14 +16,15 @@ import torch.distributed as dist
 from cyclopts import Parameter
 
 from benchmarks.harness import (
+    RATIO_COLUMNS,
     Columns,
     Pair,
     Plan,
-    Spread,
     cell,
     environment,
     markdown,
     over_ranks,
+    ratios,
     run_command,
     save,
     say,
@@ -127,26 +128,16 @@ def figures(pairs: list[Pair], tokens: int) -> dict[str, Any]:
         pairs: timed pairs of the whole world.
         tokens: tokens of one timed piece.
     """
-    ratio = Spread.of([pair.yardstick.wall_s / pair.side.wall_s for pair in pairs])
     return {
         "cp_tokens_per_s": tokens / median(pair.side.wall_s for pair in pairs),
         "one_process_tokens_per_s": tokens / median(pair.yardstick.wall_s for pair in pairs),
-        "ratio": ratio.median,
-        "ratio_least": ratio.least,
-        "ratio_greatest": ratio.greatest,
-        "cpu_ratio": median(pair.side.cpu_s / pair.yardstick.cpu_s for pair in pairs),
-        "pairs": len(pairs),
-    }
+    } | ratios(pairs, lambda pair: pair.yardstick.wall_s / pair.side.wall_s)
 
 
 COLUMNS: Columns = {
     "cp tokens/s": cell("cp_tokens_per_s", ",.0f"),
     "one process tokens/s": cell("one_process_tokens_per_s", ",.0f"),
-    "ratio": cell("ratio", ".3f"),
-    "least": cell("ratio_least", ".3f"),
-    "greatest": cell("ratio_greatest", ".3f"),
-    "CPU-seconds ratio": cell("cpu_ratio", ".3f"),
-    "pairs": cell("pairs", "d"),
+    **RATIO_COLUMNS,
     "loss difference": cell("loss_difference", ".0e"),
 }
 

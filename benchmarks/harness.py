@@ -159,6 +159,23 @@ def over_ranks(by_rank: Sequence[Sequence[Pair]]) -> list[Pair]:
     ]
 
 
+def ratios(pairs: Sequence[Pair], ratio: Callable[[Pair], float]) -> dict[str, Any]:
+    """What every table says of a ratio: its median with the least and greatest pair, and what it cost.
+
+    Args:
+        pairs: timed pairs.
+        ratio: of one pair; which side stands above is the table's to say.
+    """
+    spread = Spread.of([ratio(pair) for pair in pairs])
+    return {
+        "ratio": spread.median,
+        "ratio_least": spread.least,
+        "ratio_greatest": spread.greatest,
+        "cpu_ratio": median(pair.side.cpu_s / pair.yardstick.cpu_s for pair in pairs),
+        "pairs": len(pairs),
+    }
+
+
 def environment(device: str) -> dict[str, Any]:
     """Machine and versions that a figure belongs to."""
     return {
@@ -202,6 +219,16 @@ Columns = dict[str, Callable[[dict[str, Any]], str]]
 def cell(key: str, form: str) -> Callable[[dict[str, Any]], str]:
     """A column that shows one figure in one format, and nothing where there is none."""
     return lambda row: "" if row[key] is None else format(row[key], form)
+
+
+RATIO_COLUMNS: Columns = {
+    "ratio": cell("ratio", ".3f"),
+    "least": cell("ratio_least", ".3f"),
+    "greatest": cell("ratio_greatest", ".3f"),
+    "CPU-seconds ratio": cell("cpu_ratio", ".3f"),
+    "pairs": cell("pairs", "d"),
+}
+"""The columns of what `ratios` gives."""
 
 
 def markdown(title: str, rows: Sequence[dict[str, Any]], columns: Columns) -> str:

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from cyclopts import Parameter
 
 from benchmarks.harness import (
+    RATIO_COLUMNS,
     Columns,
     Pair,
     Plan,
-    Spread,
     cell,
     environment,
     markdown,
     over_ranks,
+    ratios,
     run_command,
     save,
     say,
@@ -127,26 +128,16 @@ def _groups(layout: Layout) -> Groups:
 
 def figures(pairs: list[Pair]) -> dict[str, Any]:
     """The figures of a case: the side saves, the yardstick does not."""
-    ratio = Spread.of([pair.side.wall_s / pair.yardstick.wall_s for pair in pairs])
     return {
         "step_with_save_s": median(pair.side.wall_s for pair in pairs),
         "step_s": median(pair.yardstick.wall_s for pair in pairs),
-        "ratio": ratio.median,
-        "ratio_least": ratio.least,
-        "ratio_greatest": ratio.greatest,
-        "cpu_ratio": median(pair.side.cpu_s / pair.yardstick.cpu_s for pair in pairs),
-        "pairs": len(pairs),
-    }
+    } | ratios(pairs, lambda pair: pair.side.wall_s / pair.yardstick.wall_s)
 
 
 COLUMNS: Columns = {
     "step with save, s": cell("step_with_save_s", ".3f"),
     "step, s": cell("step_s", ".3f"),
-    "ratio": cell("ratio", ".3f"),
-    "least": cell("ratio_least", ".3f"),
-    "greatest": cell("ratio_greatest", ".3f"),
-    "CPU-seconds ratio": cell("cpu_ratio", ".3f"),
-    "pairs": cell("pairs", "d"),
+    **RATIO_COLUMNS,
     "a save alone, s": cell("save_s", ".3f"),
     "checkpoint, bytes": cell("checkpoint_bytes", ",d"),
 }

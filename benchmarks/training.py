@@ -14,14 +14,15 @@ import torch
 from cyclopts import Parameter
 
 from benchmarks.harness import (
+    RATIO_COLUMNS,
     Columns,
     Pair,
     Plan,
-    Spread,
     cell,
     device_or_auto,
     environment,
     markdown,
+    ratios,
     run_command,
     save,
     say,
@@ -120,16 +121,10 @@ def figures(pairs: Sequence[Pair], tokens: int) -> dict[str, Any]:
         pairs: timed pairs.
         tokens: tokens of one timed piece.
     """
-    ratio = Spread.of([pair.yardstick.wall_s / pair.side.wall_s for pair in pairs])
     return {
         "ours_tokens_per_s": tokens / median(pair.side.wall_s for pair in pairs),
         "transformers_tokens_per_s": tokens / median(pair.yardstick.wall_s for pair in pairs),
-        "ratio": ratio.median,
-        "ratio_least": ratio.least,
-        "ratio_greatest": ratio.greatest,
-        "cpu_ratio": median(pair.side.cpu_s / pair.yardstick.cpu_s for pair in pairs),
-        "pairs": len(pairs),
-    }
+    } | ratios(pairs, lambda pair: pair.yardstick.wall_s / pair.side.wall_s)
 
 
 def _profile(case: Case, vocabulary: int, steps: int) -> None:
@@ -155,11 +150,7 @@ COLUMNS: Columns = {
     "vocabulary": cell("vocabulary", ",d"),
     "longspan tokens/s": cell("ours_tokens_per_s", ",.0f"),
     "transformers tokens/s": cell("transformers_tokens_per_s", ",.0f"),
-    "ratio": cell("ratio", ".3f"),
-    "least": cell("ratio_least", ".3f"),
-    "greatest": cell("ratio_greatest", ".3f"),
-    "CPU-seconds ratio": cell("cpu_ratio", ".3f"),
-    "pairs": cell("pairs", "d"),
+    **RATIO_COLUMNS,
     "loss difference": cell("loss_difference", ".0e"),
 }
 
