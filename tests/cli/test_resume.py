@@ -149,6 +149,7 @@ def test_going_on_in_another_layout_and_on_a_finished_run(
         "unigram_entropy": result["unigram_entropy"],
         "seconds": result["seconds"],
         "checkpoint": str(four_steps / "checkpoints" / "step-00000004"),
+        **{"last_step": None, "skipped_steps": 0, "stopped": None},
     }
     assert {path: path.read_bytes() for path in four_steps.rglob("*") if path.is_file()} == before
 

@@ -37,6 +37,7 @@ def steps(run: Path) -> list[int]:
 def test_without_a_fault_all_is_well(run: Path) -> None:
     ended = faulty(run, fault("raises", rank=1, step=99), words=TWO)
     assert (ended.code, ended.err) == (0, "")
+    assert json.loads(ended.out)["stopped"] is None
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 

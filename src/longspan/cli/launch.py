@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,7 +41,7 @@ PRELOAD = [
 ]
 
 # After a first failure the other ranks end by themselves within this time; what is left then is killed.
-GRACE_S = 6.0
+GRACE_S = 5.0
 # Stopped processes cannot end by themselves.
 STOPPED_GRACE_S = 1.5
 STOPPED = ("T", "t")
@@ -107,6 +108,7 @@ class _Started:
     def start(cls, folder: FailureFolder, port: int, task: tuple[Any, ...]) -> "_Started":
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        _start_forkserver()
         reply, sends = context.Pipe(duplex=False)
         started = cls([], reply)
         try:
@@ -194,10 +196,25 @@ class _Started:
             signal.signal(signal.SIGTERM, before)
 
 
+def _start_forkserver() -> None:
+    """Start the process that ranks are forked from, deaf to SIGTERM: sent to a whole process group it would die of it.
+
+    With it the exit codes of the ranks would be lost.
+    """
+    # This one takes care of itself, and of the mask as well, so it comes first.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
 def _serve(place: Place, reply: Connection | None, job: Job, config: RunConfig, *arguments: Any) -> None:
     """The process of a rank."""
     # Ctrl-C reaches the whole terminal; the launcher is the one to act on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     _divert_native_output(_native_output(place.failures.path, place.rank))
     try:
         result = work(place, lambda: None, job, config, *arguments)

@@ -47,6 +47,7 @@ def train(
         json: As for every verb.
     """
     from longspan.train.checkpoint.resume import find_start
+    from longspan.train.metrics import json_ready
 
     config = RunConfig.load(run, parse_overrides(overrides))
     start = find_start(config, resume, trust=trust_checkpoint, allow_changes=allow_changes)
@@ -54,7 +55,7 @@ def train(
     if result is None:
         return
     if json:
-        print_json(asdict(result))
+        print_json(json_ready(asdict(result)))
     else:
         console().print(_words(result, config.output.folder))
 
@@ -62,9 +63,12 @@ def train(
 def _words(result: "TrainResult", folder: Path) -> str:
     if result.first_loss is None or result.last_loss is None:
         return f"nothing was left to train; weights and records are in {folder}"
+    if result.stopped:
+        return f"stopped by {result.stopped} after step {result.last_step}; checkpoint in {result.checkpoint}"
+    skipped = f"; {result.skipped_steps} steps made no update" if result.skipped_steps else ""
     return (
         f"loss {result.first_loss:.3f} → {result.last_loss:.3f} nats in {result.seconds:.0f} s, "
-        f"{result.tokens_per_s:,.0f} tokens/s; weights and records are in {folder}"
+        f"{result.tokens_per_s:,.0f} tokens/s{skipped}; weights and records are in {folder}"
     )
 
 

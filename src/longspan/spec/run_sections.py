@@ -280,6 +280,10 @@ class TrainSection(Section):
     """CPU threads of each process; 0 shares the machine's cores out evenly."""
     timeout_s: PositiveFloat = 600.0
     """Seconds a rank waits for another before the run fails."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does: stop the run, or skip the update of that step."""
+    nonfinite_limit: PositiveInt = 10
+    """Such steps in a row after which skip stops the run as well."""
     loss_chunk: PositiveInt = 1024
     """Tokens whose logits exist at once."""
 

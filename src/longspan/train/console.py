@@ -78,6 +78,8 @@ class StepTable:
         if isinstance(record, EvaluationRecord):
             self._print(_evaluation(record))
         else:
+            if record.skipped:
+                self._print(f"{record.nonfinite}; the weights stay as they are")
             self._write_step(record)
 
     def _write_step(self, record: StepRecord) -> None:

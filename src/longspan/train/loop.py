@@ -1,18 +1,17 @@
 """The training loop: steps prepared ahead, taken, measured, recorded; evaluation in between; weights at the end."""
 
-import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from longspan.errors import NonFiniteError
 from longspan.model import full_tensors, save_hf
 from longspan.spec.flops import StepFlops, step_flops
 from longspan.train.census import Peak, measure_peak, peak_rss_bytes
@@ -20,6 +19,8 @@ from longspan.train.checkpoint.keeping import Keeper, keeping
 from longspan.train.checkpoint.manifest import Progress
 from longspan.train.checkpoint.resume import Found
 from longspan.train.console import notes
+from longspan.train.failure.guard import StepGuard
+from longspan.train.failure.stopping import Stop
 from longspan.train.forward import ParallelModel
 from longspan.train.metrics import EvaluationRecord, StepRecord
 from longspan.train.optimizer import build_optimizer
@@ -40,8 +41,8 @@ class TrainResult:
     Losses, speed and memory are None where no step was left to take.
 
     Attributes:
-        first_loss: loss of the first step.
-        last_loss: loss of the last step.
+        first_loss: loss of the first step that was not skipped.
+        last_loss: loss of the last one.
         eval_loss: last evaluation loss, or None.
         tokens_per_s: median over the steps without a storage census.
         peak_bytes: most living tensor bytes on any rank.
@@ -50,6 +51,9 @@ class TrainResult:
         unigram_entropy: loss of the best model that ignores all context, in nats; None without targets.
         first_evaluation: the first one, before the first step unless the run was resumed; None if there was none.
         last_evaluation: the last one.
+        last_step: number of the last step, from 1; None if none was taken.
+        skipped_steps: steps without an update, because their loss or gradient was not finite.
+        stopped: "SIGTERM" if that ended the run early, or None.
     """
 
     first_loss: float | None
@@ -62,10 +66,15 @@ class TrainResult:
     unigram_entropy: float | None = None
     first_evaluation: EvaluationRecord | None = None
     last_evaluation: EvaluationRecord | None = None
+    last_step: int | None = None
+    skipped_steps: int = 0
+    stopped: str | None = None
 
 
 def train(session: Session, *, quiet: bool = False, found: Found | None = None) -> TrainResult:
     """Train as the session's run file says, and leave weights, records and checkpoints in its output folder.
+
+    SIGTERM to any rank ends the run after a step, with everything saved as at its end.
 
     Args:
         session: every rank of the layout calls with its own.
@@ -76,19 +85,20 @@ def train(session: Session, *, quiet: bool = False, found: Found | None = None) 
     Raises:
         LongspanError: a loss or gradient that is not finite; a checkpoint that cannot be loaded or saved.
     """
-    start = time.monotonic()
-    with keeping(session, found) as keeper:
+    start, stop = time.monotonic(), Stop()
+    with stop.listening(), keeping(session, found) as keeper:
         say = notes(quiet or session.groups.rank != 0)
         for note in keeper.output.notes:
             say(note)
-        loop = _Loop.begin(session)
+        loop = _Loop.begin(session, stop)
         progress = keeper.begin(loop.model.decoder.named_parameters(), loop.optimizer)
         if progress.step >= session.plan.steps:
             say(f"all {progress.step:,} steps were taken before; nothing is left to train")
         records = _steps(loop, keeper, progress, quiet, found)
         if records or not keeper.output.has_weights:
             _save(session, loop.model)
-        return _result(session, records, time.monotonic() - start, keeper.newest)
+        result = _result(session, records, time.monotonic() - start, keeper.newest)
+        return replace(result, stopped="SIGTERM" if loop.guard.stopping else None)
 
 
 def _steps(
@@ -123,6 +133,8 @@ def _steps(
                 keep(loop.evaluation(record.step))
             progress = Progress(record.step, record.seen_tokens)
             keeper.after_step(progress)
+            if loop.guard.stopping:
+                break
         keeper.finish(progress)
     return records
 
@@ -145,14 +157,15 @@ class _Loop:
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     held_out: StepBatches | None
+    guard: StepGuard
 
     @classmethod
-    def begin(cls, session: Session) -> "_Loop":
+    def begin(cls, session: Session, stop: Stop) -> "_Loop":
         model = session.model()
         session.groups.heartbeat.meter = model.meter
         optimizer = build_optimizer(model.parameters(), session.config.optimizer)
         held_out = session.evaluation_step() if session.config.train.eval_every else None
-        return cls(session, model, optimizer, held_out)
+        return cls(session, model, optimizer, held_out, StepGuard(session, model, stop))
 
     def evaluates_after(self, step: int) -> bool:
         """Whether the run wants an evaluation after this many steps."""
@@ -181,9 +194,9 @@ class _Loop:
         start = time.perf_counter()
         with self._memory(census) as peak:
             sums = gradients_of(self.model, batches)
-            norm = update(self.model, self.optimizer, lr, config.optimizer.clip_norm)
+            allowed = partial(self.guard.allows, batches, sums.mean)
+            norm = update(self.model, self.optimizer, lr, config.optimizer.clip_norm, allowed)
         seconds = time.perf_counter() - start
-        _refuse_nonfinite(number, sums.mean, norm)
         flops, plan = _flops(self.session, batches), self.session.plan
         stage = plan.stage_of(batches.step)
         return StepRecord(
@@ -207,6 +220,8 @@ class _Loop:
             peak_rss_bytes=peak_rss_bytes(),
             peak_bytes=_most_of_any_rank(peak),
             peak_source=peak.source if peak else None,
+            skipped=self.guard.nonfinite is not None,
+            nonfinite=self.guard.nonfinite,
         )
 
     def _memory(self, census: bool):
@@ -214,14 +229,6 @@ class _Loop:
         if device.type == "cpu" and not census:
             return nullcontext()
         return measure_peak(device, self.model.parameters())
-
-
-def _refuse_nonfinite(step: int, loss: float, norm: float) -> None:
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        raise NonFiniteError(
-            f"step {step}: loss {loss} and gradient norm {norm} must be finite; lower optimizer.lr or lengthen "
-            "schedule.warmup_tokens"
-        )
 
 
 def _flops(session: Session, batches: StepBatches) -> StepFlops:
@@ -271,9 +278,10 @@ def _result(session: Session, records: list[Record], seconds: float, checkpoint:
     if not steps:
         return TrainResult(None, None, None, None, None, seconds, newest, entropy)
     timed = steps[CENSUS_STEPS:] or steps
+    made = [record for record in steps if not record.skipped] or steps
     return TrainResult(
-        first_loss=steps[0].loss,
-        last_loss=steps[-1].loss,
+        first_loss=made[0].loss,
+        last_loss=made[-1].loss,
         eval_loss=evaluations[-1].loss if evaluations else None,
         tokens_per_s=median(record.tokens_per_s for record in timed),
         peak_bytes=max(record.peak_bytes or 0 for record in steps),
@@ -282,4 +290,6 @@ def _result(session: Session, records: list[Record], seconds: float, checkpoint:
         unigram_entropy=entropy,
         first_evaluation=evaluations[0] if evaluations else None,
         last_evaluation=evaluations[-1] if evaluations else None,
+        last_step=steps[-1].step,
+        skipped_steps=sum(record.skipped for record in steps),
     )

@@ -39,6 +39,8 @@ class StepRecord:
         peak_rss_bytes: largest resident memory of this process so far.
         peak_bytes: peak bytes of living tensor storages in this step, where they were counted.
         peak_source: who counted them: our census or the device's allocator.
+        skipped: the weights were not updated, because the loss or the gradient was not finite.
+        nonfinite: where that began, in words.
     """
 
     kind: ClassVar[str] = "step"
@@ -61,6 +63,8 @@ class StepRecord:
     peak_rss_bytes: int
     peak_bytes: int | None = None
     peak_source: Literal["census", "allocator"] | None = None
+    skipped: bool = False
+    nonfinite: str | None = None
     loss_by_position: Mapping[str, float] = field(default_factory=dict)
     loss_by_document_length: Mapping[str, float] = field(default_factory=dict)
 

@@ -1,5 +1,7 @@
 """One optimizer step and one evaluation over a layout."""
 
+from collections.abc import Callable
+
 import torch
 
 from longspan.spec.run import RunConfig
@@ -39,11 +41,26 @@ def gradients_of(model: ParallelModel, batches: StepBatches) -> LossSums:
     return sums.over_ranks(model.groups)
 
 
-def update(model: ParallelModel, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float) -> float:
-    """Clip by the global norm and step the optimizer; the norm before clipping is returned."""
+def update(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    clip_norm: float,
+    allowed: Callable[[float], bool] = lambda norm: True,
+) -> float:
+    """Clip by the global norm and step the optimizer; the norm before clipping is returned.
+
+    Args:
+        model: with the gradients of the step.
+        optimizer: over its parameters.
+        lr: learning rate of the step.
+        clip_norm: bound on the norm; 0 does not clip.
+        allowed: asked with the norm whether to make the update; otherwise weights and optimizer stay as they are.
+    """
     norm = clip_gradients(model.parameters(), clip_norm)
-    set_learning_rate(optimizer, lr)
-    optimizer.step()
+    if allowed(norm):
+        set_learning_rate(optimizer, lr)
+        optimizer.step()
     return norm
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,15 +106,17 @@ def _has(words: str, parts: tuple[str, ...]) -> bool:
 
 def trace_place(trace: TracebackType | None) -> str:
     """Where an exception was raised: its innermost frame that is no library's."""
-    return _place(traceback.extract_tb(trace))
+    return _place(traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False))
 
 
 def frame_place(frame: FrameType) -> str:
     """Where a thread is: its innermost frame that is no library's."""
-    return _place(traceback.extract_stack(frame))
+    frames = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return _place(frames[::-1])
 
 
-def _place(frames: traceback.StackSummary) -> str:
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last frame that is no library's; no source file is read for it."""
     if not frames:
         return ""
     own = [frame for frame in frames if not _is_library(frame.filename)]

@@ -34,7 +34,7 @@ WAS_COMPUTING = "was computing"
 POLL_S = 0.5
 # A rank that another one's failure reaches through its own communication says so itself within this time, in which
 # a save that is under way may end as well.
-GRACE_S = 3.5
+GRACE_S = 2.0
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _TORCH_DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
@@ -127,7 +127,8 @@ class Watch:
             type="",
             message=message,
             place=frame_place(frame) if frame else "",
-            trace=_stacks(),
+            # Stacks are read from source files, which takes long while the work keeps Python's lock busy.
+            trace=_stacks() if kind == "hang" else "",
         )
 
     def _end(self, kind: Kind, message: str) -> None:
