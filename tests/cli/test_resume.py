@@ -150,6 +150,7 @@ def test_going_on_in_another_layout_and_on_a_finished_run(
         "seconds": result["seconds"],
         "checkpoint": str(four_steps / "checkpoints" / "step-00000004"),
         **{"last_step": None, "skipped_steps": 0, "stopped": None},
+        "notes": [f"going on from {four_steps / 'checkpoints' / 'step-00000004'}: 4 steps, 968 tokens"],
     }
     assert {path: path.read_bytes() for path in four_steps.rglob("*") if path.is_file()} == before
 

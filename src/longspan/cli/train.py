@@ -1,6 +1,6 @@
 """`longspan train`: run a run file."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,4 +91,5 @@ def _train(config: RunConfig, groups: "Groups", quiet: bool, start: "Start | Non
         show_opening(session, out)
         for note in start.notes if start else ():
             out.print(note, markup=False, soft_wrap=True)
-    return train(session, quiet=quiet, found=start.found if start else None)
+    result = train(session, quiet=quiet, found=start.found if start else None)
+    return replace(result, notes=(*start.notes, *result.notes)) if start else result

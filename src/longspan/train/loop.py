@@ -54,6 +54,7 @@ class TrainResult:
         last_step: number of the last step, from 1; None if none was taken.
         skipped_steps: steps without an update, because their loss or gradient was not finite.
         stopped: "SIGTERM" if that ended the run early, or None.
+        notes: what a person should know of how it began, a line each, as of an earlier run that was set aside.
     """
 
     first_loss: float | None
@@ -69,6 +70,7 @@ class TrainResult:
     last_step: int | None = None
     skipped_steps: int = 0
     stopped: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def train(session: Session, *, quiet: bool = False, found: Found | None = None) -> TrainResult:
@@ -98,7 +100,8 @@ def train(session: Session, *, quiet: bool = False, found: Found | None = None) 
         if records or not keeper.output.has_weights:
             _save(session, loop.model)
         result = _result(session, records, time.monotonic() - start, keeper.newest)
-        return replace(result, stopped="SIGTERM" if loop.guard.stopping else None)
+        stopped = "SIGTERM" if loop.guard.stopping else None
+        return replace(result, stopped=stopped, notes=keeper.output.notes)
 
 
 def _steps(
