@@ -82,6 +82,7 @@ def test_a_stopped_process_is_named_by_its_silence(run: Path) -> None:
     )
 
 
+@pytest.mark.grid
 def test_ranks_that_wait_for_each_other_are_all_named(run: Path) -> None:
     line = first_line(faulty(run, fault("goes_astray", rank=1), words=HANGS), TIMEOUT_S + END_S)
     assert line.startswith("no rank failed, but the ranks wait for each other: rank 0 in step 3 at ")

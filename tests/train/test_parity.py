@@ -65,6 +65,13 @@ GRID = [
     for turn in [number + kind + row]
 ]
 
+# Eight processes are slow on few cores: each layout of them meets two models and two batches in turn.
+OF_EIGHT = len(MODELS) * len(BATCHES)
+COVER = pairwise([cell for cell in GRID if cell[0] < 8]) + [
+    GRID[place - place % OF_EIGHT + (7 * place // OF_EIGHT + step) % OF_EIGHT]
+    for place in range(len(GRID) - OF_EIGHT * len(LAYOUTS[8]), len(GRID), OF_EIGHT)
+    for step in (0, OF_EIGHT // 2 + 2)
+]
 
 # Where one process happens to be right to the last digits, the layout may still be off by a few roundings.
 FLOAT32_ROUNDINGS = 4
@@ -107,7 +114,7 @@ def test_grid(cell, record_property):
     check(cell, record_property)
 
 
-@pytest.mark.parametrize("cell", pairwise(GRID), ids=name)
+@pytest.mark.parametrize("cell", COVER, ids=name)
 def test_cover(cell, record_property):
     check(cell, record_property)
 

@@ -86,11 +86,16 @@ MIXES = [
     {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
 ]
 GRADIENT_SUMS = ["skip-cp-sum", "forget-dp", "forget-cp", "average-gradients", "fsdp-division"]
-CAUGHT = [(ALL_AXES, name) for name in SABOTAGES if name != "forget-dp"] + [
-    (mix, name)
-    for mix in MIXES
-    for name in (*GRADIENT_SUMS, "skip-tp-sum")
-    if "tp" in mix or name in GRADIENT_SUMS
+CAUGHT = [
+    *((ALL_AXES, name) for name in SABOTAGES if name != "forget-dp"),
+    *(({"dp_shard": 2, "cp": 2}, name) for name in GRADIENT_SUMS),
+    *(({"dp_replicate": 2, "tp": 2}, name) for name in ("forget-dp", "skip-tp-sum")),
+    *(
+        pytest.param(mix, name, marks=pytest.mark.grid)
+        for mix in MIXES
+        for name in (*GRADIENT_SUMS, "skip-tp-sum")
+        if "tp" in mix or name in GRADIENT_SUMS
+    ),
 ]
 
 
