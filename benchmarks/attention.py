@@ -59,7 +59,7 @@ def main(
     *,
     case: Annotated[Case, Parameter(name="*")] = CASE,
     plan: Plan = PLAN,
-    transport: Literal["ring", "all_gather", "both"] = "both",
+    transport: Literal["ring", "all_gather", "needed", "all_to_all", "each"] = "each",
     peers: bool = True,
     profile: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -73,7 +73,7 @@ def main(
         profile: Show where our time goes instead.
     """
     case = replace(case, device=device_or_auto(case.device))
-    ours = [side for name, side in OURS.items() if transport in (name, "both")]
+    ours = [side for name, side in OURS.items() if transport in (name, "each")]
     if profile:
         return _profile(case, ours, plan.pairs)
     noise = plan.noise()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attention import AttentionCall, Meter, attend, choose_kernel
-from longspan.spec.exchange import Exchange, Transport
+from longspan.attention import AttentionCall, Meter, Score, attend, choose_kernel
+from longspan.spec.exchange import Transport, build, inner_size
 from longspan.spec.mask import Mask
 from longspan.spec.sharding import deal
 
@@ -114,14 +114,16 @@ def sdpa(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
 
 
 def _ours(case: Case, place: Place, transport: Transport) -> Attend:
-    mask = Mask((0, case.sequence))
-    sharding = deal("zigzag", mask.cu_seqlens, 1, case.world)
+    mask, inner = Mask((0, case.sequence)), inner_size(transport, case.world)
+    sharding = deal("zigzag", mask.cu_seqlens, 1, case.world, inner)
+    group = place.group if case.world > 1 else None
     call = AttentionCall(
-        Exchange.build(mask, sharding, place.rank, transport),
-        place.group if case.world > 1 else None,
-        choose_kernel("auto", case.device, DTYPES[case.dtype]),
-        case.dim**-0.5,
-        Meter(),
+        exchange=build(mask, sharding, place.rank, transport),
+        kernel=choose_kernel("auto", case.device, DTYPES[case.dtype]),
+        score=Score(case.dim**-0.5),
+        meter=Meter(),
+        sequence=group if inner == 1 else None,
+        heads=group if inner > 1 else None,
     )
     return partial(attend, call=call)
 
@@ -140,4 +142,6 @@ COPIES = Side(
 OURS = {
     "ring": Side("longspan ring", "zigzag", partial(_ours, transport="ring")),
     "all_gather": Side("longspan all-gather", "zigzag", partial(_ours, transport="all_gather")),
+    "needed": Side("longspan needed rows", "zigzag", partial(_ours, transport="needed")),
+    "all_to_all": Side("longspan all-to-all", "contiguous", partial(_ours, transport="all_to_all")),
 }

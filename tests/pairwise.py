@@ -7,11 +7,12 @@ from typing import Any
 
 def pairwise(cells: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """A greedy choice of cells, in the order of the grid; the same every time."""
-    missing = set().union(*map(_pairs, cells))
+    pairs = [_pairs(cell) for cell in cells]
+    missing = set().union(*pairs)
     chosen: list[int] = []
     while missing:
-        best = max(range(len(cells)), key=lambda index: len(_pairs(cells[index]) & missing))
-        missing -= _pairs(cells[best])
+        best = max(range(len(cells)), key=lambda index: len(pairs[index] & missing))
+        missing -= pairs[best]
         chosen.append(best)
     return [cells[index] for index in sorted(chosen)]
 

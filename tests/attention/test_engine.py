@@ -2,84 +2,61 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from longspan.attention import AttentionCall, Meter, attend, choose_kernel
+from longspan.attention import AttentionCall, Meter, Score, attend, choose_kernel
 from longspan.errors import UnsupportedError
-from longspan.spec.exchange import Exchange
+from longspan.spec.exchange import DEFAULT, Options, build
 from longspan.spec.mask import Mask
 from longspan.spec.sharding import deal
 from longspan.testing import run_ranks
-from tests.attention.reference import dense_attention
+from tests.attention.cells import DOCUMENTS, HEADS, MASKS, Cell, bounds_of, run_cell
 from tests.pairwise import pairwise
 
-DOCUMENTS = {
-    "one": [97],
-    "packed": [37, 5, 1, 22, 1, 31],
-    "two_rows": [40, 24, 10, 53, 1],
-    "dust": [1, 1, 2, 1, 1],
-}
-MASKS = {"causal": (True, None), "window": (True, 7), "wide_window": (True, 65), "full": (False, None)}
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 KERNELS = ("cpu_flash", "reference")
-TRANSPORTS = ("ring", "all_gather")
 SHARDINGS = ("contiguous", "zigzag", "document_zigzag")
+# Transports with their settings; those of two levels have two or more groups of two ranks, or two of four.
+FLAT = {
+    "ring": ("ring", Options()),
+    "ring_direct": ("ring", Options(direct_gradients=True)),
+    "all_gather": ("all_gather", Options()),
+    "needed": ("needed", Options()),
+    "needed_at_once": ("needed", Options(stages=1)),
+    "all_to_all": ("all_to_all", Options()),
+}
+TWO_LEVEL = {
+    f"all_to_all+{outer}": (f"all_to_all+{outer}", Options(inner=2))
+    for outer in ("ring", "all_gather", "needed")
+}
+WIDE_INNER = {"all_to_all_4+ring": ("all_to_all+ring", Options(inner=4))}
+TRANSPORTS = {1: FLAT, 2: FLAT, 4: FLAT | TWO_LEVEL, 8: TWO_LEVEL | WIDE_INNER}
 
-
-def parity_cell(rank, world, documents, mask, heads, sharding, transport, kernel, dtype=torch.float64):
-    """Worst relative errors of output and gradients, plus counted against closed-form bytes and pairs."""
-    lengths, (causal, window), (num_heads, num_kv) = DOCUMENTS[documents], MASKS[mask], HEADS[heads]
-    tokens, rows = sum(lengths), 2 if documents == "two_rows" else 1
-    bounds = (0, *np.cumsum(lengths).tolist())
-    generator = torch.Generator().manual_seed(0)
-    whole = [
-        torch.randn(tokens, h, 8, generator=generator, dtype=torch.float64)
-        for h in (num_heads, num_kv, num_kv)
-    ]
-    grad = torch.randn(tokens, num_heads, 8, generator=generator, dtype=torch.float64)
-    whole = [t.requires_grad_() for t in whole]
-    expected = dense_attention(*whole, lengths, causal, window)
-    expected.backward(grad)
-
-    dealt = deal(sharding, bounds, rows, world)
-    exchange = Exchange.build(Mask(bounds, causal, window), dealt, rank, transport)
-    index, meter = torch.from_numpy(dealt.index(rank)), Meter()
-    local = [t.detach()[index].to(dtype).requires_grad_() for t in whole]
-    call = AttentionCall(exchange, dist.group.WORLD, choose_kernel(kernel, "cpu", dtype), 8**-0.5, meter)
-    out = attend(*local, call)
-    pairs = meter.pairs
-    out.backward(grad[index].to(dtype))
-
-    compared = [(out, expected.detach()), *((a.grad, b.grad) for a, b in zip(local, whole, strict=True))]
-    errors = [
-        float((a.double() - b[index]).abs().max() / b.abs().max()) if len(index) else 0.0 for a, b in compared
-    ]
-    row, wide = 2 * num_kv * 8, torch.promote_types(dtype, torch.float32)
-    closed = exchange.bytes_sent(row * dtype.itemsize, row * wide.itemsize)
-    return max(errors), meter.sent_bytes - closed, pairs - exchange.pairs, exchange.pairs
-
-
-def check(cell, record_property):
-    world, *arguments = cell
-    results = run_ranks(parity_cell, world, *arguments)
-    errors, bytes_off, pairs_off, pairs = (list(column) for column in zip(*results, strict=True))
-    record_property("worst_error", max(errors))
-    assert max(errors) <= 1e-10, errors
-    assert not any(bytes_off) and not any(pairs_off)
-    documents, mask, *_ = arguments
-    bounds = (0, *np.cumsum(DOCUMENTS[documents]).tolist())
-    assert sum(pairs) == Mask(bounds, *MASKS[mask]).pairs()
-
-
-WORLDS = (1, 2, 3, 4, 8)
-GRID = list(itertools.product(WORLDS, DOCUMENTS, MASKS, HEADS, SHARDINGS, TRANSPORTS, KERNELS))
+GRID = [
+    (world, Cell(documents, mask, heads, sharding, *[transport[0]], kernel, transport[1]))
+    for world, transports in TRANSPORTS.items()
+    for documents, mask, heads, sharding, transport, kernel in itertools.product(
+        DOCUMENTS, MASKS, HEADS, SHARDINGS, transports.values(), KERNELS
+    )
+]
 
 
 def name(cell) -> str:
-    return "-".join(map(str, cell))
+    world, what = cell
+    options = ",".join(f"{k}={v}" for k, v in vars(what.options).items() if v != getattr(Options(), k))
+    return "-".join([str(world), *what[:6], *([options] if options else [])])
+
+
+def check(cell, record_property):
+    world, what = cell
+    outcomes = run_ranks(run_cell, world, what)
+    record_property("worst_error", max(outcome.error for outcome in outcomes))
+    assert max(outcome.error for outcome in outcomes) <= 1e-10, outcomes
+    assert not any(outcome.bytes_off or outcome.pairs_off or outcome.rounds_off for outcome in outcomes), (
+        outcomes
+    )
+    mask = Mask(bounds_of(what), *MASKS[what.mask])
+    assert sum(outcome.pairs for outcome in outcomes) == mask.pairs() * HEADS[what.heads][0]
 
 
 @pytest.mark.grid
@@ -88,7 +65,7 @@ def test_grid(cell, record_property):
     check(cell, record_property)
 
 
-COVER = [cell for world in WORLDS for cell in pairwise([cell for cell in GRID if cell[0] == world])]
+COVER = [(world, cell) for world in TRANSPORTS for cell in pairwise([what for w, what in GRID if w == world])]
 
 
 @pytest.mark.parametrize("cell", COVER, ids=name)
@@ -96,23 +73,86 @@ def test_cover(cell, record_property):
     check(cell, record_property)
 
 
+HEAD_GROUPS = [
+    (
+        world,
+        Cell(
+            "packed", mask, heads, "zigzag", transport, "cpu_flash", Options(inner=inner, head_groups=groups)
+        ),
+    )
+    for world, transport, inner in [
+        (2, "all_gather", 1),
+        (4, "all_gather", 1),
+        (2, "all_to_all", 1),
+        (4, "all_to_all+ring", 2),
+    ]
+    for mask in ("causal", "window")
+    for heads, groups in [("mha", 2), ("gqa", 2), ("odd", 3)]
+    if transport == "all_gather" or HEADS[heads][0] >= groups * 2
+]
+
+
+@pytest.mark.parametrize("cell", HEAD_GROUPS, ids=name)
+def test_heads_in_groups(cell, record_property):
+    check(cell, record_property)
+
+
+@pytest.mark.parametrize(
+    "transport", [("ring", 1), ("all_gather", 1), ("needed", 1), ("all_to_all", 1), ("all_to_all+ring", 2)]
+)
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"softcap": 2.0},
+        {"sinks": True},
+        {"v_dim": 5},
+        {"v_dim": 12},
+        {"softcap": 1.5, "sinks": True, "v_dim": 5},
+    ],
+    ids=str,
+)
+def test_more_than_scaled_softmax(transport, score, record_property):
+    kind, inner = transport
+    cell = Cell("packed", "causal", "gqa", "zigzag", kind, "auto", Options(inner=inner))._replace(**score)
+    check((4, cell), record_property)
+
+
+NARROW = [
+    ("ring", Options(), None),
+    ("ring", Options(direct_gradients=True), torch.bfloat16),
+    ("all_gather", Options(), None),
+    ("all_gather", Options(), torch.bfloat16),
+    ("needed", Options(), None),
+    ("needed", Options(), torch.bfloat16),
+    ("all_to_all", Options(), None),
+    ("all_to_all", Options(), torch.bfloat16),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", NARROW, ids=str)
 @pytest.mark.parametrize("mask", ["causal", "wide_window"])
 def test_errors_in_narrow_dtypes_do_not_grow_with_the_world(mask, transport, dtype):
-    cell = ("packed", mask, "gqa", "zigzag", transport, "cpu_flash", dtype)
-    alone, *shared = (max(error for error, *_ in run_ranks(parity_cell, n, *cell)) for n in (1, 2, 4, 8))
+    kind, options, wire = transport
+    if wire is not None and dtype == torch.float32:
+        pytest.skip("a wire narrower than the inputs is the user's choice of error")
+    cell = Cell("packed", mask, "gqa", "zigzag", kind, "cpu_flash", options, dtype, grad_dtype=wire)
+    worlds = (1, 2, 4) if kind == "all_to_all" else (1, 2, 4, 8)
+    alone, *shared = (max(o.error for o in run_ranks(run_cell, n, cell)) for n in worlds)
     assert max(shared) <= 2 * alone
 
 
-def refused(rank, world, change):
+def refused(rank, world, change, transport="ring", options=DEFAULT):
     """The message with which attention refuses tensors that do not fit its program."""
-    exchange = Exchange.build(Mask((0, 8)), deal("zigzag", (0, 8), 1, world), rank)
+    exchange = build(Mask((0, 8)), deal("zigzag", (0, 8), 1, world), rank, transport, options)
     shapes = {"q": (4, 4, 8), "k": (4, 2, 8), "v": (4, 2, 8)} | change
     tensors = [torch.zeros(shapes[name]) for name in "qkv"]
-    call = AttentionCall(exchange, None, choose_kernel("auto", "cpu", torch.float32), 1.0, Meter())
+    sinks = torch.zeros(change["sinks"]) if "sinks" in change else None
+    call = AttentionCall(
+        exchange=exchange, kernel=choose_kernel("auto", "cpu", torch.float32), score=Score(1.0), meter=Meter()
+    )
     try:
-        attend(*tensors, call)
+        attend(*tensors, call, sinks)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -124,11 +164,16 @@ def refused(rank, world, change):
         ({"q": (5, 4, 8)}, "this rank owns 4"),
         ({"k": (3, 2, 8)}, "this rank owns 4"),
         ({"q": (4, 3, 8)}, "no multiple of 2 key heads"),
-        ({"v": (4, 2, 6)}, "equal head sizes"),
+        ({"sinks": (3,)}, "there are 4 query heads"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, words):
     assert words in run_ranks(refused, 2, change)[0]
+
+
+def test_more_groups_of_heads_than_heads_are_refused():
+    words = run_ranks(refused, 2, {}, "all_gather", Options(head_groups=3))[0]
+    assert "head_groups=3 are more than the 2 key/value heads" in words
 
 
 def test_kernels_refuse_by_name():

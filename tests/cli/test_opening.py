@@ -40,7 +40,7 @@ def test_a_plain_run_says_how_it_shares_attention(tmp_path: Path) -> None:
     session = opened(write_run(tmp_path), cp=2)
     lines = opening(session)
     (choice,) = session.choices
-    assert any(line.startswith(f"sharding {choice.chosen.sharding} most even of 6, ") for line in lines)
+    assert any(line.startswith(f"sharding {choice.chosen.sharding} most even of 9, ") for line in lines)
     assert any(line.startswith(f"transport {choice.chosen.transport} ") for line in lines)
     assert not any(line.startswith("stage ") for line in lines)
     entropy = unigram_entropy(session.corpus.train)
@@ -56,6 +56,6 @@ def test_a_staged_run_says_it_for_every_stage(tmp_path: Path) -> None:
     start = lines.index("stage rows × tokens steps sharding transport why")
     rows = [line for line in lines[start + 2 :] if re.match(r"\d ", line)]
     for row, choice, begins in zip(rows, session.choices, ("1 2 × 60 2", "2 1 × 240 1,000"), strict=True):
-        assert row.startswith(f"{begins} {choice.chosen.sharding} {choice.chosen.transport} most even of 6, ")
+        assert row.startswith(f"{begins} {choice.chosen.sharding} {choice.chosen.transport} most even of 9, ")
     assert not any(line.startswith("sharding ") for line in lines)
     assert any(line.startswith("first batch 2 rows of 60 tokens") for line in lines)

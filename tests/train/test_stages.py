@@ -77,9 +77,9 @@ def test_every_stage_is_chosen_on_its_own_first_micro_batch(run, monkeypatch):
     seen = []
     real = session_module.choose
 
-    def spy(sharding, transport, layers, rows, cp):
+    def spy(sharding, transport, layers, rows, *rest):
         seen.append((next(iter(layers)).cu_seqlens, rows))
-        return real(sharding, transport, layers, rows, cp)
+        return real(sharding, transport, layers, rows, *rest)
 
     monkeypatch.setattr(session_module, "choose", spy)
     session = opened(run)

@@ -45,7 +45,7 @@ LAYOUTS = [
     ALL_AXES,
     {"cp_outer": 2, "cp_inner": 2},
     {"tp": 4, "sp": True, "cp": 2},
-    {"dp": 2, "tp": 2, "cp": 2},
+    pytest.param({"dp": 2, "tp": 2, "cp": 2}, marks=pytest.mark.grid),
     {"dp_shard": 2},
     {"cp": 2, "fsdp": True},
     {"dp_shard": 2, "tp": 2, "sp": True},

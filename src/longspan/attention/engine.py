@@ -1,13 +1,11 @@
-"""The attention engine: runs an `Exchange` on this rank's tensors, forward and backward.
+"""The attention engine: one autograd boundary around an `Exchange`, its steps and its trade of heads.
 
-Blockwise softmax is exact: each block gives its output and log-sum-exp, and two partial results merge by their
-log-sum-exp (arXiv 2112.05682; FlashAttention, arXiv 2205.14135, algorithm 1). In backward the log-sum-exp of the whole
-row makes each block's gradients exact parts of the whole. Output, log-sum-exp and all gradients accumulate in at least
-float32. Between forward and backward only q, k, v, the output and the log-sum-exp of local tokens are kept.
+Between forward and backward only q, k, v, the output and the log-sum-exp are kept, of local tokens and all heads or, if
+heads are traded, of all tokens and local heads.
 
-Known shortfalls: softmax attention with a scale only (no softcap, sinks or dropout), and no double backward.
+Known shortfalls: no dropout and no double backward.
 
-# t local tokens, n/m rows of a block, H query heads, K key/value heads, D head size
+# t local tokens, H query heads, K key/value heads, D head size
 """
 
 from dataclasses import dataclass
@@ -18,187 +16,168 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.attention.heads import HeadMover
 from longspan.attention.kernels import Kernel
 from longspan.attention.meter import Meter
-from longspan.attention.transport import Held, Mover
+from longspan.attention.score import Score
+from longspan.attention.steps import Gradients, Inputs, Runner, Saved, accumulation_dtype
 from longspan.errors import UnsupportedError
-from longspan.spec.exchange import Exchange, Work
+from longspan.spec.exchange import Exchange
 
 __all__ = ["AttentionCall", "attend"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionCall:
     """Everything about an attention call but its tensors.
 
     Attributes:
         exchange: this rank's program.
-        group: the cp process group, or None when cp is 1.
         kernel: computes the blocks.
-        scale: factor of the scores, usually 1/√D.
+        score: how scores are made.
         meter: tally of bytes, rounds, pairs and waiting.
+        sequence: group of ranks in which the program's steps run, or None.
+        heads: group of ranks that trade heads, or None.
+        grad_dtype: dtype in which partial K/V gradients travel; None for the one they accumulate in, at least float32.
     """
 
     exchange: Exchange
-    group: dist.ProcessGroup | None
     kernel: Kernel
-    scale: float
+    score: Score
     meter: Meter
+    sequence: dist.ProcessGroup | None = None
+    heads: dist.ProcessGroup | None = None
+    grad_dtype: torch.dtype | None = None
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps."""
+        return Runner(self.exchange, self.sequence, self.kernel, self.score, self.meter, self.grad_dtype)
 
 
-def attend(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, call: AttentionCall) -> Tensor:
+def attend(
+    q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, call: AttentionCall, sinks_H: Tensor | None = None
+) -> Tensor:
     """Attention of this rank's queries over the keys of all cp ranks.
 
     Args:
         q_tHD: queries of the tokens that the sharding gives this rank, shape (t, H, D).
         k_tKD: their keys, shape (t, K, D); H is a multiple of K.
-        v_tKD: their values, shape (t, K, D).
-        call: program, group, kernel and scale. Every rank of the group calls with its own program.
+        v_tKD: their values, shape (t, K, Dv).
+        call: program, groups, kernel and score. Every rank of the cp group calls with its own program.
+        sinks_H: a learned score for each head that takes part in the softmax and has no value, shape (H,). Its
+            gradient is this rank's summand: add up over the cp group.
 
     Returns:
-        Output in the dtype of `q_tHD`, shape (t, H, D); rows that see no key cannot occur.
+        Output in the dtype of `q_tHD`, shape (t, H, Dv); rows that see no key cannot occur.
 
     Raises:
         UnsupportedError: tensors that do not fit the program, or that the kernel cannot take.
+        ConfigError: fewer query heads than ranks that trade them.
     """
-    _check(q_tHD, k_tKD, v_tKD, call)
-    return _Attend.apply(q_tHD, k_tKD, v_tKD, call)
+    _check(q_tHD, k_tKD, v_tKD, sinks_H, call)
+    return _Attend.apply(q_tHD, k_tKD, v_tKD, sinks_H, call)
 
 
-def _check(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, call: AttentionCall) -> None:
-    tokens = call.exchange.num_rows[call.exchange.rank]
-    if not len(q_tHD) == len(k_tKD) == len(v_tKD) == tokens:
+def _check(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, sinks_H: Tensor | None, call: AttentionCall) -> None:
+    exchange, query, kv = call.exchange, q_tHD.shape[1], k_tKD.shape[1]
+    if not len(q_tHD) == len(k_tKD) == len(v_tKD) == exchange.num_tokens:
         lengths = (len(q_tHD), len(k_tKD), len(v_tKD))
-        raise UnsupportedError(f"attention got q, k, v of {lengths} tokens; this rank owns {tokens}")
-    if q_tHD.shape[1] % k_tKD.shape[1]:
-        raise UnsupportedError(f"{q_tHD.shape[1]} query heads are no multiple of {k_tKD.shape[1]} key heads")
-    reason = call.kernel.refusal(q_tHD, v_tKD)
+        raise UnsupportedError(
+            f"attention got q, k, v of {lengths} tokens; this rank owns {exchange.num_tokens}"
+        )
+    if query % kv:
+        raise UnsupportedError(f"{query} query heads are no multiple of {kv} key heads")
+    if not q_tHD.dtype == k_tKD.dtype == v_tKD.dtype:
+        raise UnsupportedError(
+            f"q, k and v must have one dtype, got {q_tHD.dtype}, {k_tKD.dtype}, {v_tKD.dtype}"
+        )
+    if exchange.parts > min(len(part.kv) for part in exchange.head_slices(query, kv)):
+        raise UnsupportedError(
+            f"head_groups={exchange.parts} are more than the {kv} key/value heads; use fewer"
+        )
+    if sinks_H is not None and sinks_H.shape != (query,):
+        raise UnsupportedError(f"sinks have shape {tuple(sinks_H.shape)}; there are {query} query heads")
+    reason = call.kernel.refusal(q_tHD, v_tKD, call.score)
     if reason:
         raise UnsupportedError(reason)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+    ) -> Tensor:
+        inputs = Inputs(q.contiguous(), k.contiguous(), v.contiguous(), sinks)
+        out, saved = _forward(inputs, call)
+        ctx.save_for_backward(*(tensor for one in saved for tensor in (*one.inputs, one.out_tHD, one.lse_tH)))
+        ctx.call, ctx.shapes = call, (q.shape, k.shape, v.shape)
+        ctx.dtypes = (q.dtype, k.dtype, v.dtype, None if sinks is None else sinks.dtype)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *_backward(ctx.saved_tensors, grad_out.contiguous(), ctx.call), None
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)
+        saved = [
+            Saved(Inputs(q, k, v, sinks), out, lse)
+            for q, k, v, sinks, out, lse in zip(*[tensors] * 6, strict=True)
+        ]
+        grads = _backward(saved, grad_out.contiguous(), ctx.shapes, ctx.call)
+        return *(None if t is None else t.to(d) for t, d in zip(grads, ctx.dtypes, strict=True)), None
 
 
-def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _head_mover(call: AttentionCall, query: int, kv: int) -> HeadMover | None:
+    if call.exchange.reshard is None:
+        return None
+    assert call.heads is not None
+    return HeadMover(call.exchange.reshard, call.exchange.reshard.deal(query, kv), call.heads, call.meter)
 
 
-def _own_rows(call: AttentionCall, k: Tensor, v: Tensor) -> dict[int, Held]:
-    return {call.exchange.rank: Held(((0, len(k)),) if len(k) else (), k, v)}
-
-
-def _forward(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    wide = _accumulation_dtype(q_tHD)
-    out_tHD = q_tHD.new_zeros((*q_tHD.shape[:2], v_tKD.shape[-1]), dtype=wide)
-    lse_tH = q_tHD.new_full(q_tHD.shape[:2], float("-inf"), dtype=wide)
-    own = _own_rows(call, k_tKD, v_tKD)
-    mover, held = Mover(call.exchange, call.group, call.meter), own
-    for step in call.exchange.forward:
-        arriving = mover.post(step, held, {})
-        for work in step.work:
-            _attend_to(work, q_tHD, held, (out_tHD, lse_tH), call)
-        held = own | {source: rows for (_, source, _), rows in arriving().items()}
-    return out_tHD.to(q_tHD.dtype), lse_tH
-
-
-def _attend_to(
-    work: Work, q_tHD: Tensor, held: dict[int, Held], result: tuple[Tensor, Tensor], call: AttentionCall
-) -> None:
-    """Merge the blocks of one source into the running output and log-sum-exp."""
-    if not work.blocks:
-        return
-    _, k_mKD, v_mKD = held[work.source]
-    for block in work.blocks:
-        queries, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
-        out_nHD, lse_nH = call.kernel.forward(q_tHD[queries], k_mKD[keys], v_mKD[keys], block, call.scale)
-        merge_into(result[0][queries], result[1][queries], out_nHD, lse_nH)
-        call.meter.pairs += block.pairs
-
-
-def merge_into(out_nHD: Tensor, lse_nH: Tensor, part_nHD: Tensor, part_lse_nH: Tensor) -> None:
-    """Merge a partial result into a running one, in place.
-
-    Args:
-        out_nHD: running output, shape (n, H, D), zero where nothing was merged yet.
-        lse_nH: running log-sum-exp, shape (n, H), -inf there.
-        part_nHD: output over other keys; its log-sum-exp is finite.
-        part_lse_nH: that log-sum-exp, shape (n, H).
-    """
-    merged_nH = torch.logaddexp(lse_nH, part_lse_nH)
-    weight_nH1 = (part_lse_nH - merged_nH).exp().unsqueeze(-1)
-    out_nHD.lerp_(part_nHD.to(out_nHD.dtype), weight_nH1)
-    lse_nH.copy_(merged_nH)
+def _forward(inputs: Inputs, call: AttentionCall) -> tuple[Tensor, list[Saved]]:
+    """Output of own tokens, and what backward needs: of one run of the steps, or of one for each chunk of heads."""
+    query, v_dim = inputs.q_tHD.shape[1], inputs.v_tKD.shape[-1]
+    mover = _head_mover(call, query, inputs.k_tKD.shape[1])
+    if mover is None:
+        saved = call.runner.forward(inputs)
+        return saved.out_tHD, [saved]
+    out_tHD = inputs.q_tHD.new_empty(len(inputs.q_tHD), query, v_dim)
+    kept, returning = list[Saved](), []
+    arriving = mover.inputs_to_heads(0, inputs)
+    for chunk in range(len(mover.chunks)):
+        own = arriving()
+        if chunk + 1 < len(mover.chunks):
+            arriving = mover.inputs_to_heads(chunk + 1, inputs)
+        kept.append(call.runner.forward(own))
+        returning.append(mover.output_to_tokens(chunk, kept[-1].out_tHD, out_tHD))
+    for wait in returning:
+        wait()
+    return out_tHD, kept
 
 
 def _backward(
-    saved: tuple[Tensor, ...], grad_tHD: Tensor, call: AttentionCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    q_tHD, k_tKD, v_tKD, _, _ = saved
-    wide, rank = _accumulation_dtype(q_tHD), call.exchange.rank
-    dq_tHD = torch.zeros_like(q_tHD, dtype=wide)
-    own = _own_rows(call, k_tKD, v_tKD)
-    mover, held, grads = Mover(call.exchange, call.group, call.meter), own, _zeros(own, wide)
-    for step in call.exchange.backward:
-        arriving = mover.post(step, held, grads)
-        leaving = {move.source for move in step.sends if move.what == "grad"}
-        for work in step.work:
-            if work.source not in grads:
-                grads |= _zeros({work.source: held[work.source]}, wide)
-            _backward_through(work, saved, grad_tHD, held, (dq_tHD, grads), call)
-        arrived = arriving()
-        for source in leaving:
-            del grads[source]
-        _add_arrived(grads, {key: rows for key, rows in arrived.items() if key[0] == "grad"})
-        held = own | {source: rows for (what, source, _), rows in arrived.items() if what == "kv"}
-    return dq_tHD.to(q_tHD.dtype), grads[rank].k_mKD.to(k_tKD.dtype), grads[rank].v_mKD.to(v_tKD.dtype)
+    saved: list[Saved], grad_tHD: Tensor, shapes: tuple[torch.Size, ...], call: AttentionCall
+) -> Gradients:
+    mover = _head_mover(call, shapes[0][1], shapes[1][1])
+    if mover is None:
+        return call.runner.backward(saved[0], grad_tHD)
+    wide = accumulation_dtype(grad_tHD)
+    dq_tHD, dk_tKD, dv_tKD = (grad_tHD.new_zeros(shape, dtype=wide) for shape in shapes)
+    total = Gradients(dq_tHD, dk_tKD, dv_tKD, _zero_sinks(saved, shapes))
+    repeats = mover.reshard.repeats(shapes[0][1], shapes[1][1])
+    dtype = (call.grad_dtype or wide) if repeats else grad_tHD.dtype
+    returning, arriving = [], mover.gradient_to_heads(0, grad_tHD)
+    for chunk, one in enumerate(saved):
+        own_grad = arriving()
+        if chunk + 1 < len(saved):
+            arriving = mover.gradient_to_heads(chunk + 1, grad_tHD)
+        returning.append(mover.gradients_to_tokens(chunk, call.runner.backward(one, own_grad), total, dtype))
+    for wait in returning:
+        wait()
+    return total
 
 
-def _zeros(held: dict[int, Held], dtype: torch.dtype) -> dict[int, Held]:
-    return {
-        source: Held(rows, torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
-        for source, (rows, k, v) in held.items()
-    }
-
-
-def _backward_through(
-    work: Work,
-    saved: tuple[Tensor, ...],
-    grad_tHD: Tensor,
-    held: dict[int, Held],
-    result: tuple[Tensor, dict[int, Held]],
-    call: AttentionCall,
-) -> None:
-    """Add the gradients of one source's blocks to dQ and to the source's dK and dV."""
-    if not work.blocks:
-        return
-    q_tHD, _, _, out_tHD, lse_tH = saved
-    _, k_mKD, v_mKD = held[work.source]
-    dq_tHD, grads = result
-    for block in work.blocks:
-        queries, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
-        parts = (q_tHD[queries], k_mKD[keys], v_mKD[keys], out_tHD[queries], lse_tH[queries])
-        dq_nHD, dk_mKD, dv_mKD = call.kernel.backward(parts, grad_tHD[queries], block, call.scale)
-        dq_tHD[queries] += dq_nHD
-        grads[work.source].k_mKD[keys] += dk_mKD
-        grads[work.source].v_mKD[keys] += dv_mKD
-
-
-def _add_arrived(grads: dict[int, Held], arrived: dict[tuple[str, int, int], Held]) -> None:
-    for (_, source, _), part in arrived.items():
-        targets = grads[source].pick(part.rows)
-        values = part.pick(part.rows)
-        for target, value in zip(targets, values, strict=True):
-            target += value
+def _zero_sinks(saved: list[Saved], shapes: tuple[torch.Size, ...]) -> Tensor | None:
+    if saved[0].inputs.sinks_H is None:
+        return None
+    return saved[0].lse_tH.new_zeros(shapes[0][1])

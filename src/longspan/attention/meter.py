@@ -13,7 +13,7 @@ class Meter:
     Attributes:
         sent_bytes: payload bytes handed to sends and collectives.
         rounds: times that messages were posted.
-        pairs: (query, key) pairs computed in forward, for one head each.
+        pairs: (query, key, query head) triples computed in forward.
         wait_s: seconds the host waited for other ranks.
     """
 

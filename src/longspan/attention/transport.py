@@ -1,36 +1,22 @@
-"""How the rows of a step's moves travel: point to point, or in one collective.
+"""How the rows of a step's moves travel: in messages between two ranks, or in collectives.
 
 A message is one flat buffer, all K rows and then all V rows (or their gradients), so K and V never cost two messages.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.attention.held import Held, Key, find
 from longspan.attention.meter import Meter
 from longspan.spec.exchange import Exchange, Move, Step
-from longspan.spec.ranges import Ranges, locate, size
+from longspan.spec.ranges import Ranges, size
 
-
-class Held(NamedTuple):
-    """Rows of one source in this rank's memory: keys (or dK) [m, K, D] and values (or dV) [m, K, D]."""
-
-    rows: Ranges
-    k_mKD: Tensor
-    v_mKD: Tensor
-
-    def pick(self, rows: Ranges) -> list[Tensor]:
-        """Views of K, then V, for a subset of the rows."""
-        places = locate(rows, self.rows)
-        return [t[start:stop] for t in (self.k_mKD, self.v_mKD) for start, stop in places]
-
-
-Arrived = dict[tuple[str, int, int], Held]
-"""Received rows by (what, source, peer)."""
+Arrived = dict[tuple[str, int, int, int | None], Held]
+"""Received rows by (what, source, peer, part)."""
 
 Pending = Callable[[], Arrived]
 """Waits for posted moves and gives what arrived."""
@@ -38,40 +24,43 @@ Pending = Callable[[], Arrived]
 
 @dataclass(frozen=True)
 class Mover:
-    """Carries the moves of an `Exchange` within one cp process group, given explicitly.
+    """Carries the moves of an `Exchange` within one process group, given explicitly.
 
     Args:
         exchange: the program whose steps are carried.
-        group: the cp group, its ranks ordered as the exchange counts them; None for a single process.
+        group: its ranks ordered as the exchange counts them; None for a single process.
         meter: the tally to add to.
+        grad_dtype: dtype in which gradients travel; None leaves them as they are.
     """
 
     exchange: Exchange
     group: dist.ProcessGroup | None
     meter: Meter
+    grad_dtype: torch.dtype | None = None
 
-    def post(self, step: Step, kv: dict[int, Held], grads: dict[int, Held]) -> Pending:
+    def post(self, step: Step, kv: dict[Key, Held], grads: dict[Key, Held]) -> Pending:
         """Start the moves of one step; the returned function waits for them.
 
         Args:
             step: its sends pick rows from `kv` or `grads`.
-            kv: keys and values held, by source.
-            grads: their gradients held, by source.
+            kv: keys and values held; this rank's own among them.
+            grads: their gradients held.
         """
         if not step.sends and not step.receives:
             return dict
         self.meter.rounds += 1
-        if self.exchange.transport == "ring":
+        if not self.exchange.padded_rows:
             return self._post_messages(step, kv, grads)
-        if step.sends[0].what == "kv":
-            return self._post_all_gather(step, kv)
-        return self._post_reduce_scatter(step, grads)
+        return self._post_collectives(step, kv, grads)
 
-    def _post_messages(self, step: Step, kv: dict[int, Held], grads: dict[int, Held]) -> Pending:
+    def _post_messages(self, step: Step, kv: dict[Key, Held], grads: dict[Key, Held]) -> Pending:
         held = {"kv": kv, "grad": grads}
-        outgoing = [_flat(held[m.what][m.source].pick(m.rows)) for m in step.sends]
+        outgoing = [
+            self._on_wire(m, _flat(find(held[m.what], (m.source, m.part), 1).pick(m.rows)))
+            for m in step.sends
+        ]
         like = {what: next(iter(rows.values())) for what, rows in held.items() if rows}
-        incoming = [_empty_message(m.rows, like[m.what]) for m in step.receives]
+        incoming = [self._on_wire(m, _empty_message(m.rows, like[m.what])) for m in step.receives]
         operations = [
             self._operation(dist.isend, message, move)
             for move, message in zip(step.sends, outgoing, strict=True)
@@ -86,9 +75,7 @@ class Mover:
             self._wait(works)
             outgoing.clear()
             pairs = zip(step.receives, incoming, strict=True)
-            return {
-                (m.what, m.source, m.peer): _unflat(message, m.rows, like[m.what]) for m, message in pairs
-            }
+            return {_key(m): _unflat(message, m.rows, like[m.what]) for m, message in pairs}
 
         return wait
 
@@ -96,40 +83,55 @@ class Mover:
         tag = 2 * move.source + (move.what == "grad")
         return dist.P2POp(operation, message, group=self.group, tag=tag, group_peer=move.peer)
 
-    def _post_all_gather(self, step: Step, kv: dict[int, Held]) -> Pending:
-        own = kv[self.exchange.rank]
-        padded = _padded(own.pick(step.sends[0].rows), self.exchange.padded_rows, own)
-        gathered = padded.new_empty(self.exchange.cp, padded.numel())
-        self.meter.sent_bytes += (self.exchange.cp - 1) * padded.nbytes
+    def _on_wire(self, move: Move, message: Tensor) -> Tensor:
+        narrow = self.grad_dtype is not None and move.what == "grad"
+        return message.to(self.grad_dtype) if narrow else message
+
+    def _post_collectives(self, step: Step, kv: dict[Key, Held], grads: dict[Key, Held]) -> Pending:
+        """An all-gather of K/V, an exchange of gradients, or both, of one group of heads each."""
+        waits = []
+        for what, post, held in (("kv", self._post_all_gather, kv), ("grad", self._post_gradients, grads)):
+            sends = [move for move in step.sends if move.what == what]
+            receives = [move for move in step.receives if move.what == what]
+            if sends:
+                waits.append(post(sends, receives, held))
+        return lambda: {key: rows for wait in waits for key, rows in wait().items()}
+
+    def _post_all_gather(self, sends: list[Move], receives: list[Move], kv: dict[Key, Held]) -> Pending:
+        own = find(kv, (self.exchange.rank, sends[0].part), self.exchange.parts)
+        padded = _padded(own.pick(sends[0].rows), self.exchange.padded_rows, own)
+        gathered = padded.new_empty(len(self.exchange.num_rows), padded.numel())
+        self.meter.sent_bytes += len(sends) * padded.nbytes
         work = dist.all_gather_single(gathered.view(-1), padded, group=self.group, async_op=True)
 
         def wait() -> Arrived:
             self._wait([work])
             return {
-                ("kv", m.source, m.peer): _unpadded(
-                    gathered[m.source], m.rows, self.exchange.padded_rows, own
-                )
-                for m in step.receives
+                _key(m): _unpadded(gathered[m.source], m.rows, self.exchange.padded_rows, own)
+                for m in receives
             }
 
         return wait
 
-    def _post_reduce_scatter(self, step: Step, grads: dict[int, Held]) -> Pending:
-        exchange, rows = self.exchange, step.receives[0].rows
-        like = next(iter(grads.values()))
-        parts = {
-            m.source: _padded(grads[m.source].pick(m.rows), exchange.padded_rows, like) for m in step.sends
-        }
-        nothing = torch.zeros_like(next(iter(parts.values())))
-        outgoing = torch.stack([parts.get(source, nothing) for source in range(exchange.cp)])
-        summed = torch.empty_like(nothing)
-        self.meter.sent_bytes += (exchange.cp - 1) * nothing.nbytes
-        work = dist.reduce_scatter_single(summed, outgoing.view(-1), group=self.group, async_op=True)
+    def _post_gradients(self, sends: list[Move], receives: list[Move], grads: dict[Key, Held]) -> Pending:
+        """Every rank's part to its owner, who adds them up in the dtype they were accumulated in."""
+        exchange, home = self.exchange, receives[0]
+        like = find(grads, (exchange.rank, sends[0].part), exchange.parts)
+        outgoing = like.k_mKD.new_zeros(
+            len(exchange.num_rows), exchange.padded_rows * sum(_row_sizes(like)), dtype=self.grad_dtype
+        )
+        for move in sends:
+            held = find(grads, (move.source, move.part), exchange.parts)
+            outgoing[move.source] = _padded(held.pick(move.rows), exchange.padded_rows, held)
+        incoming = torch.empty_like(outgoing)
+        self.meter.sent_bytes += len(sends) * outgoing[0].nbytes
+        work = dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=True)
+        assert work is not None
 
         def wait() -> Arrived:
             self._wait([work])
-            own = exchange.rank
-            return {("grad", own, own): _unpadded(summed, rows, exchange.padded_rows, like)}
+            summed = incoming.sum(0, dtype=like.k_mKD.dtype)
+            return {_key(home): _unpadded(summed, home.rows, exchange.padded_rows, like)}
 
         return wait
 
@@ -137,6 +139,10 @@ class Mover:
         with self.meter.waiting():
             for work in works:
                 work.wait()
+
+
+def _key(move: Move) -> tuple[str, int, int, int | None]:
+    return move.what, move.source, move.peer, move.part
 
 
 def _flat(rows: list[Tensor]) -> Tensor:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.spec.exchange import Exchange, Transport
+from longspan.spec.exchange import DEFAULT, Exchange, Options, Transport, build_all, inner_size
 from longspan.spec.mask import Mask
 from longspan.spec.sharding import deal
 
 __all__ = ["Candidate", "Choice", "choose"]
 
 SHARDINGS = ("contiguous", "zigzag", "document_zigzag")
-TRANSPORTS: tuple[Transport, ...] = ("ring", "all_gather")
+TRANSPORTS: tuple[Transport, ...] = ("ring", "all_gather", "needed")
 # Pair imbalances closer than this count as equal; then fewer rows win.
 EQUAL_IMBALANCE = 0.02
 
@@ -49,7 +49,12 @@ class Choice:
 
 
 def choose(
-    sharding: str, transport: Transport | Literal["auto"], layers: Mapping[Mask, int], rows: int, cp: int
+    sharding: str,
+    transport: Transport | Literal["auto"],
+    layers: Mapping[Mask, int],
+    rows: int,
+    cp: int,
+    options: Options = DEFAULT,
 ) -> Choice:
     """Choose sharding and transport where the run says "auto"; otherwise take what it says.
 
@@ -59,10 +64,11 @@ def choose(
         layers: masks of one micro-batch and the number of layers with each.
         rows: rows of the micro-batch.
         cp: ranks that share them.
+        options: settings of the transport.
     """
     shardings = SHARDINGS if sharding == "auto" else (sharding,)
     transports = TRANSPORTS if transport == "auto" else (transport,)
-    candidates = tuple(_candidate(s, t, layers, rows, cp) for s in shardings for t in transports)
+    candidates = tuple(_candidate(s, t, layers, rows, cp, options) for s in shardings for t in transports)
     least = min(c.imbalance for c in candidates)
     even = [c for c in candidates if c.imbalance <= least + EQUAL_IMBALANCE]
     chosen = min(even, key=lambda c: (c.rows_sent, c.rounds))
@@ -70,15 +76,23 @@ def choose(
 
 
 def _candidate(
-    sharding: str, transport: Transport, layers: Mapping[Mask, int], rows: int, cp: int
+    sharding: str, transport: Transport, layers: Mapping[Mask, int], rows: int, cp: int, options: Options
 ) -> Candidate:
+    inner = inner_size(transport, cp, options)
     pairs, sent, rounds = [0] * cp, [0] * cp, [0] * cp
     for mask, count in layers.items():
-        for program in Exchange.build_all(mask, deal(sharding, mask.cu_seqlens, rows, cp), transport):
-            pairs[program.rank] += count * program.pairs
-            sent[program.rank] += count * program.bytes_sent(1, 1)
-            rounds[program.rank] += count * program.rounds
+        dealt = deal(sharding, mask.cu_seqlens, rows, cp, inner)
+        for rank, program in enumerate(build_all(mask, dealt, transport, options)):
+            pairs[rank] += count * program.pairs
+            sent[rank] += count * _rows(program)
+            rounds[rank] += count * program.rounds
     return Candidate(sharding, transport, max(pairs) * cp / sum(pairs), max(sent), max(rounds))
+
+
+def _rows(program: Exchange) -> int:
+    """K/V and gradient rows of all heads sent, forward and backward."""
+    kv = program.rows_sent(program.forward, "kv") + program.rows_sent(program.backward, "kv")
+    return kv + program.rows_sent(program.backward, "grad")
 
 
 def _reason(chosen: Candidate, candidates: tuple[Candidate, ...], cp: int) -> str:

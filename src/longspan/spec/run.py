@@ -12,6 +12,7 @@ from pydantic import ConfigDict, ValidationError, field_validator, model_validat
 
 from longspan.errors import ConfigError, UnsupportedError
 from longspan.spec.batch import BatchPlan
+from longspan.spec.exchange import Options, inner_size
 from longspan.spec.layout import SHORTHANDS, Layout, any_of, expand
 from longspan.spec.model import ModelSpec
 from longspan.spec.run_sections import (
@@ -149,6 +150,18 @@ class RunConfig(Section):
         except ValidationError as error:
             raise ConfigError(_explain(error, "command line", {})) from None
 
+    @property
+    def transport_options(self) -> Options:
+        """Settings of the attention's transport."""
+        attention = self.attention
+        return Options(
+            inner=self.layout.cp_inner,
+            head_groups=attention.head_groups,
+            stages=attention.stages,
+            # Sums that are rounded at every hop would err more the more ranks there are.
+            direct_gradients=attention.gradient_dtype == "bfloat16",
+        )
+
     def model_spec(self) -> ModelSpec:
         """The model, read from where the run says and checked against the layout.
 
@@ -158,7 +171,35 @@ class RunConfig(Section):
         """
         spec = self.model.read()
         self.layout.check_model(spec)
+        self._check_transport(spec)
         return spec
+
+    def _check_transport(self, spec: ModelSpec) -> None:
+        """Refuse heads that the transport cannot deal out."""
+        layout, attention = self.layout, self.attention
+        if "+" in attention.transport and 1 in (layout.cp_outer, layout.cp_inner):
+            raise ConfigError(
+                f"transport={attention.transport} has two levels: set layout.cp_outer and layout.cp_inner above 1"
+            )
+        if attention.gradient_dtype == "bfloat16" and self.train.dtype != "bfloat16":
+            raise ConfigError(
+                f"gradient_dtype=bfloat16 is narrower than train.dtype={self.train.dtype}; leave it out"
+            )
+        inner = (
+            inner_size(attention.transport, layout.cp, self.transport_options)
+            if attention.transport != "auto"
+            else 1
+        )
+        query, kv = spec.num_heads // layout.tp, max(spec.num_kv_heads // layout.tp, 1)
+        if inner > 1 and inner * attention.head_groups > query:
+            raise ConfigError(
+                f"transport={attention.transport} deals {query} query heads (tp={layout.tp}) over {inner} ranks in "
+                f"{attention.head_groups} groups; use fewer ranks or head_groups"
+            )
+        if attention.transport in ("auto", "all_gather") and attention.head_groups > kv:
+            raise ConfigError(
+                f"head_groups={attention.head_groups} are more than {kv} K/V heads of a rank; use fewer"
+            )
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:

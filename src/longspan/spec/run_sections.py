@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from longspan.errors import ConfigError
+from longspan.spec.exchange import Transport
 from longspan.spec.model import ModelSpec, RopeSpec
 
 STDLIB = "stdlib"
@@ -158,10 +159,17 @@ class ModelSection(Section):
 class AttentionSection(Section):
     """How attention over a shared sequence is computed."""
 
-    transport: Literal["auto", "ring", "all_gather"] = "auto"
-    """How keys and values reach the other context-parallel ranks."""
+    transport: Literal["auto"] | Transport = "auto"
+    """How keys and values reach the other context-parallel ranks. all_to_all trades tokens for heads over all of them;
+    all_to_all+X does so over cp_inner ranks and uses X over cp_outer."""
     sharding: Literal["auto", "zigzag", "contiguous", "document_zigzag"] = "auto"
     """Which context-parallel rank owns which tokens."""
+    head_groups: PositiveInt = 1
+    """Groups of heads that all_gather and all_to_all move one after the other, each while another is computed."""
+    stages: PositiveInt = 2
+    """Exchanges that needed spreads its messages over, each hidden under the work of the one before."""
+    gradient_dtype: Literal["bfloat16", "float32"] | None = None
+    """In which partial gradients of keys and values travel; at least float32 when left out."""
     kernel: Literal["auto", "cpu_flash", "cuda_flash", "reference"] = "auto"
     """What computes a block of attention; reference is explicit softmax in the dtype of its inputs, and slow."""
 

@@ -4,7 +4,7 @@ Any length is dealt without padding: pieces differ by at most one token. Zigzag 
 each span so that causal work is even (the head-tail balance of Megatron-LM and Llama 3 training, arXiv 2407.21783).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,6 +49,22 @@ class Sharding:
         pieces = [np.arange(start, stop, dtype=np.int64) for start, stop in self.segments[rank]]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
+    def grouped(self, size: int) -> "Sharding":
+        """The same tokens dealt to groups of `size` neighbouring ranks, in the order of their members."""
+        starts = range(0, self.cp, size)
+        return Sharding(
+            tuple(_pieces([p for rank in self.segments[at : at + size] for p in rank]) for at in starts)
+        )
+
+    def split(self, size: int) -> "Sharding":
+        """Each rank's tokens dealt to `size` neighbours in equal stretches of their local order."""
+        ranks = []
+        for rank, segments in enumerate(self.segments):
+            tokens = self.num_tokens(rank)
+            edges = [tokens * member // size for member in range(size + 1)]
+            ranks += [_stretch(segments, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        return Sharding(tuple(ranks))
+
     @classmethod
     def contiguous(cls, tokens: int, cp: int) -> "Sharding":
         """One equal stretch of the flattened row for each rank."""
@@ -87,6 +103,15 @@ def _edges(start: int, stop: int, counts: list[int]) -> list[int]:
     return [start, *(start + int(total) for total in np.cumsum(sizes))]
 
 
+def _stretch(segments: Iterable[tuple[int, int]], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Tokens [start, stop), counted in the order of the segments."""
+    found, before = [], 0
+    for first, last in segments:
+        found.append((max(first, first + start - before), min(last, first + stop - before)))
+        before += last - first
+    return _pieces([(a, b) for a, b in found if a < b])
+
+
 def _pieces(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Drop empty pieces and join those that touch."""
     joined: list[tuple[int, int]] = []
@@ -100,7 +125,7 @@ def _pieces(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(joined)
 
 
-def deal(kind: str, cu_seqlens: Sequence[int], rows: int, cp: int) -> Sharding:
+def deal(kind: str, cu_seqlens: Sequence[int], rows: int, cp: int, inner: int = 1) -> Sharding:
     """The sharding that a run file names.
 
     Args:
@@ -108,15 +133,19 @@ def deal(kind: str, cu_seqlens: Sequence[int], rows: int, cp: int) -> Sharding:
         cu_seqlens: document starts and the end T over the flattened rows.
         rows: number of equal rows that were flattened.
         cp: number of ranks.
+        inner: neighbouring ranks that trade heads and so compute on each other's tokens. What they own together is
+            dealt to each group as to one rank, and inside it in equal stretches.
 
     Raises:
         ConfigError: another kind.
     """
-    tokens = cu_seqlens[-1]
+    tokens, groups = cu_seqlens[-1], cp // inner
     if kind == "contiguous":
-        return Sharding.contiguous(tokens, cp)
-    if kind == "zigzag":
-        return Sharding.zigzag([tokens // rows * row for row in range(rows)] + [tokens], cp)
-    if kind == "document_zigzag":
-        return Sharding.zigzag(cu_seqlens, cp)
-    raise ConfigError(f"unknown sharding {kind!r}; use contiguous, zigzag or document_zigzag")
+        dealt = Sharding.contiguous(tokens, groups)
+    elif kind == "zigzag":
+        dealt = Sharding.zigzag([tokens // rows * row for row in range(rows)] + [tokens], groups)
+    elif kind == "document_zigzag":
+        dealt = Sharding.zigzag(cu_seqlens, groups)
+    else:
+        raise ConfigError(f"unknown sharding {kind!r}; use contiguous, zigzag or document_zigzag")
+    return dealt.split(inner) if inner > 1 else dealt

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from longspan.attention import AttentionCall, Kernel, Meter, attend
+from longspan.attention import AttentionCall, Kernel, Meter, Score, attend
 from longspan.data import PackedBatch
-from longspan.spec.exchange import Exchange, Transport
+from longspan.spec.exchange import Exchange, Options, Transport, build, inner_size
 from longspan.spec.mask import Mask
 from longspan.spec.sharding import Sharding, deal
+from longspan.train.groups import Groups
 
 __all__ = ["AttentionPlan", "Attend", "bind_attention", "plan_attention"]
 
@@ -40,14 +41,21 @@ class ContextParallel:
     Attributes:
         cp: ranks that share a row.
         rank: this rank's place among them.
-        sharding: "contiguous", "zigzag" or "document_zigzag".
-        transport: "ring" or "all_gather".
+        sharding: how tokens are dealt, by its name.
+        transport: how keys and values reach other ranks, by its name.
+        options: settings of the transport.
     """
 
     cp: int
     rank: int
     sharding: str
     transport: Transport
+    options: Options = Options()
+
+    @property
+    def inner(self) -> int:
+        """Neighbouring ranks that trade heads."""
+        return inner_size(self.transport, self.cp, self.options)
 
 
 def plan_attention(
@@ -61,22 +69,40 @@ def plan_attention(
         context: degree, place, sharding and transport.
     """
     bounds = tuple(batch.cu_seqlens.tolist())
-    sharding = deal(context.sharding, bounds, batch.rows, context.cp)
+    sharding = deal(context.sharding, bounds, batch.rows, context.cp, context.inner)
     masks = {window: Mask(bounds, window=window) for window in windows}
     exchanges = {
-        window: Exchange.build(mask, sharding, context.rank, context.transport)
+        window: build(mask, sharding, context.rank, context.transport, context.options)
         for window, mask in masks.items()
     }
     return AttentionPlan(sharding, masks, exchanges)
 
 
 def bind_attention(
-    plan: AttentionPlan, group: dist.ProcessGroup | None, kernel: Kernel, meter: Meter
+    plan: AttentionPlan, groups: Groups, kernel: Kernel, meter: Meter, grad_dtype: torch.dtype | None = None
 ) -> Attend:
-    """The attention function that a model's layers call for one micro-batch."""
+    """The attention function that a model's layers call for one micro-batch.
+
+    Args:
+        plan: the micro-batch's.
+        groups: this rank's.
+        kernel: computes the blocks.
+        meter: tally to add to.
+        grad_dtype: in which partial gradients of keys and values travel; None for float32 or wider.
+    """
 
     def call(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, window: int | None) -> Tensor:
-        scale = q_tHD.shape[-1] ** -0.5
-        return attend(q_tHD, k_tKD, v_tKD, AttentionCall(plan.exchanges[window], group, kernel, scale, meter))
+        exchange = plan.exchanges[window]
+        sequence, heads = groups.attention(exchange.reshard.size if exchange.reshard else 1)
+        bound = AttentionCall(
+            exchange=exchange,
+            kernel=kernel,
+            score=Score(q_tHD.shape[-1] ** -0.5),
+            meter=meter,
+            sequence=sequence,
+            heads=heads,
+            grad_dtype=grad_dtype,
+        )
+        return attend(q_tHD, k_tKD, v_tKD, bound)
 
     return call

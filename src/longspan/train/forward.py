@@ -52,6 +52,8 @@ class ParallelModel:
         kernel: attention kernel.
         meter: tally of the attention's bytes, pairs and waiting.
         loss_chunk: tokens whose logits exist at one time.
+        grad_dtype: in which attention's partial gradients travel, where the compute dtype is no wider; None for
+            float32 or wider.
     """
 
     decoder: Decoder
@@ -59,6 +61,7 @@ class ParallelModel:
     kernel: Kernel
     meter: Meter
     loss_chunk: int
+    grad_dtype: torch.dtype | None = None
 
     def token_losses(self, micro: MicroBatch, num_targets: int) -> tuple[Tensor, Tensor]:
         """This rank's summand of the global loss, and the loss of each of its tokens.
@@ -74,7 +77,8 @@ class ParallelModel:
         rope = rotary(
             decoder.rope_spec, local.positions_t.to(device), decoder.spec.head_dim, decoder.compute_dtype
         )
-        attend = bind_attention(micro.attention, self.groups.cp, self.kernel, self.meter)
+        wire = self.grad_dtype and torch.promote_types(self.grad_dtype, decoder.compute_dtype)
+        attend = bind_attention(micro.attention, self.groups, self.kernel, self.meter, wire)
         hidden_tE = local_hidden(decoder(local.tokens_t.to(device), rope, attend))
         weight_vE, vocab_start = self._output_rows()
         return chunked_token_losses(

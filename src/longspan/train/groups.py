@@ -28,6 +28,8 @@ class Groups:
         device: "cpu" or "cuda".
         tp: mesh of the ranks that split this rank's weights, or None.
         cp: group of the ranks that share this rank's rows, or None.
+        cp_outer: where cp has two levels, the ranks with this rank's place among its neighbours; or None.
+        cp_inner: these neighbours, or None.
         dp_cp: group over which weight gradients and loss sums are added, or None.
         weights: mesh of the same ranks as (replicate, shard), or (shard,) without copies; or None. Along shard they
             share out each weight between uses, along replicate they hold the same part. Its root mesh is that of tp.
@@ -39,6 +41,8 @@ class Groups:
     device: str
     tp: DeviceMesh | None = None
     cp: dist.ProcessGroup | None = None
+    cp_outer: dist.ProcessGroup | None = None
+    cp_inner: dist.ProcessGroup | None = None
     dp_cp: dist.ProcessGroup | None = None
     weights: DeviceMesh | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -64,12 +68,15 @@ class Groups:
         axes = _mesh_axes(layout)
         mesh = _mesh(layout, rank, device, axes, timeout) if axes else None
         data = tuple(axis for axis in axes if axis != "tp")
+        two_level = layout.cp_outer > 1 and layout.cp_inner > 1
         return cls(
             layout,
             rank,
             device,
             tp=mesh["tp"] if mesh and "tp" in axes else None,
             cp=_group(layout.groups("cp"), timeout) if layout.cp > 1 else None,
+            cp_outer=_group(layout.groups("cp_outer"), timeout) if two_level else None,
+            cp_inner=_group(layout.groups("cp_inner"), timeout) if two_level else None,
             dp_cp=_group(layout.groups("dp_cp"), timeout) if layout.size("dp_cp") > 1 else None,
             weights=mesh[data] if mesh and data else None,
         )
@@ -82,6 +89,25 @@ class Groups:
     def coordinate(self, axis: str) -> int:
         """This rank's place on an axis."""
         return self.layout.coordinates(self.rank)[axis]
+
+    def attention(self, inner: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The groups in which an exchange's steps run and heads are traded.
+
+        Args:
+            inner: ranks that trade heads: 1, all of cp, or those of cp_inner.
+
+        Raises:
+            ConfigError: another number.
+        """
+        if inner == 1:
+            return self.cp, None
+        if inner == self.layout.cp:
+            return None, self.cp
+        if inner != self.layout.cp_inner or self.cp_inner is None:
+            raise ConfigError(
+                f"{inner} ranks cannot trade heads in a layout with cp_inner={self.layout.cp_inner}"
+            )
+        return self.cp_outer, self.cp_inner
 
     def add_over_dp_cp(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks that hold other tokens, in place; the tensor itself is returned."""

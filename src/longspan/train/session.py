@@ -117,9 +117,12 @@ class Session:
 
     def context(self, stage: Stage) -> ContextParallel:
         """How attention is shared in a stage."""
-        chosen = self.choice(stage).chosen
+        chosen, layout = self.choice(stage).chosen, self.groups.layout
+        options = self.config.transport_options
+        # One process alone has no neighbours, whatever the run's layout.
+        options = replace(options, inner=layout.cp_inner)
         return ContextParallel(
-            self.groups.layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport
+            layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport, options
         )
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -138,7 +141,15 @@ class Session:
             torch.promote_types(compute, torch.float32), compute, self.config.memory.recompute
         )
         decoder = build_model(self.spec, self.weights(), self.groups, options)
-        return ParallelModel(decoder, self.groups, self.kernel, Meter(), self.config.train.loss_chunk)
+        wire = self.config.attention.gradient_dtype
+        return ParallelModel(
+            decoder,
+            self.groups,
+            self.kernel,
+            Meter(),
+            self.config.train.loss_chunk,
+            grad_dtype=DTYPES[wire] if wire else None,
+        )
 
     def training_batches(self, stage: Stage, dp_rank: int | None = None) -> Batches:
         """Packed rows of every step of a stage, counted inside it, of this or another dp rank."""
@@ -209,4 +220,5 @@ def _choose(config: RunConfig, spec: ModelSpec, groups: Groups, corpus: Corpus, 
     bounds = tuple(first.cu_seqlens.tolist())
     layers = {Mask(bounds, window=window): count for window, count in spec.window_layers.items()}
     attention = config.attention
-    return choose(attention.sharding, attention.transport, layers, first.rows, groups.layout.cp)
+    options = replace(config.transport_options, inner=groups.layout.cp_inner)
+    return choose(attention.sharding, attention.transport, layers, first.rows, groups.layout.cp, options)

@@ -9,7 +9,7 @@ import numpy as np
 
 from longspan.data import IGNORE
 from longspan.spec.blocks import Block
-from longspan.spec.exchange import Exchange
+from longspan.spec.exchange import Exchange, build_all
 from longspan.train.forward import MicroBatch
 from longspan.train.session import Session
 
@@ -56,6 +56,8 @@ def needs_causal_blocks(session: Session) -> str | None:
 
 def needs_moves(session: Session) -> str | None:
     """Something must be received before it can be stale."""
+    if session.context(session.plan.stages[0]).inner > 1:
+        return None
     if any(program.forward[0].sends for program in _programs(session)):
         return None
     return "no K/V row of the first step has to move between ranks"
@@ -140,7 +142,7 @@ def _programs(session: Session) -> Iterator[Exchange]:
     """Attention programs of the first step, of all ranks."""
     for micro in _first_step(session):
         for mask in micro.attention.masks.values():
-            yield from Exchange.build_all(mask, micro.attention.sharding)
+            yield from build_all(mask, micro.attention.sharding)
 
 
 def _blocks(session: Session) -> Iterator[Block]:

@@ -13,12 +13,15 @@ from unittest.mock import patch
 
 import torch
 
-from longspan.attention import engine
-from longspan.attention.transport import Held, Mover
+from longspan.attention import engine, steps
+from longspan.attention.heads import HeadMover
+from longspan.attention.held import Held, Key
+from longspan.attention.steps import Inputs
+from longspan.attention.transport import Mover
 from longspan.data import IGNORE, LocalBatch, PackedBatch
 from longspan.errors import ConfigError
-from longspan.spec import exchange
 from longspan.spec.blocks import Block
+from longspan.spec.exchange import needs
 from longspan.train import context_parallel, forward, groups
 from longspan.train.forward import MicroBatch, ParallelModel
 from longspan.train.session import Session
@@ -123,23 +126,38 @@ def _evaluation_averaged_per_rank(session: Session) -> Patch:
 
 def _causal_block_too_far(_: Session) -> Patch:
     """Diagonal blocks see all of their keys: the causal border is one block late."""
-    real = exchange.cut
+    real = needs.cut
 
     def late(*arguments: Any) -> Iterator[Block]:
         return (b._replace(shape="full") if b.shape == "causal" else b for b in real(*arguments))
 
-    return patch.object(exchange, "cut", late)
+    return patch.object(needs, "cut", late)
 
 
 class _StaleMover(Mover):
     """Gives this rank's own K/V in place of the rows that arrived: a buffer read before it was written."""
 
-    def post(self, step_: Any, kv: dict[int, Held], grads: dict[int, Held]) -> Any:
-        wait, own = super().post(step_, kv, grads), kv[self.exchange.rank]
+    def post(self, step: Any, kv: dict[Key, Held], grads: dict[Key, Held]) -> Any:
+        wait, own = super().post(step, kv, grads), kv[self.exchange.rank, None]
 
         def stale() -> Any:
             arrived = wait()
             return {key: _overwritten(rows, own) if key[0] == "kv" else rows for key, rows in arrived.items()}
+
+        return stale
+
+
+class _StaleHeadMover(HeadMover):
+    """The same where heads are traded: every member's keys and values are this rank's own."""
+
+    def inputs_to_heads(self, chunk: int, inputs: Inputs) -> Any:
+        wait, rows, rank = super().inputs_to_heads(chunk, inputs), self.reshard.num_rows, self.reshard.rank
+
+        def stale() -> Inputs:
+            arrived = wait()
+            start = sum(rows[:rank])
+            index = torch.arange(len(arrived.k_tKD), device=arrived.k_tKD.device) % rows[rank] + start
+            return arrived._replace(k_tKD=arrived.k_tKD[index], v_tKD=arrived.v_tKD[index])
 
         return stale
 
@@ -157,8 +175,10 @@ def _late_labels(_: Session) -> Patch:
     return _with_local(_labels_shifted_after_sharding)
 
 
-def _stale(_: Session) -> Patch:
-    return patch.object(engine, "Mover", _StaleMover)
+def _stale(session: Session) -> Patch:
+    if session.context(session.plan.stages[0]).inner > 1:
+        return patch.object(engine, "HeadMover", _StaleHeadMover)
+    return patch.object(steps, "Mover", _StaleMover)
 
 
 _ALL = (

@@ -68,15 +68,15 @@ def world(layout: str) -> int:
     [
         ("tp2 cp2", "cp4"),
         ("tp2 cp2", "dp4"),
-        ("cp4", "tp2 cp2"),
+        pytest.param("cp4", "tp2 cp2", marks=pytest.mark.grid),
         ("dp4", "tp2 cp2"),
         ("tp2 sp cp2", "tp4"),
-        ("tp4", "one"),
+        pytest.param("tp4", "one", marks=pytest.mark.grid),
         ("one", "tp2 sp cp2"),
         ("tp2 fsdp cp2", "dp_shard4"),
-        ("dp_shard4", "tp2 cp2"),
+        pytest.param("dp_shard4", "tp2 cp2", marks=pytest.mark.grid),
         ("hsdp", "tp2 dp_shard2"),
-        ("tp2 dp_shard2", "one"),
+        pytest.param("tp2 dp_shard2", "one", marks=pytest.mark.grid),
     ],
 )
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, saved: str, loaded: str) -> None:
