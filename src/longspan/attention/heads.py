@@ -88,7 +88,7 @@ class HeadMover:
         own = self.chunks[chunk][self.reshard.rank]
         if grads.sinks_H is not None and total.sinks_H is not None:
             total.sinks_H[own.start : own.stop] += grads.sinks_H
-        by_rank = zip(*(self._by_rank(t.to(dtype)) for t in grads[:3]), strict=True)
+        by_rank = zip(*(self._by_rank(t) for t in grads[:3]), strict=True)
         d_q, d_k, d_v = (t.shape[-1] for t in grads[:3])
         shapes = [
             [(part.query, d_q), (len(part.kv), d_k), (len(part.kv), d_v)] for part in self.chunks[chunk]
@@ -126,28 +126,36 @@ class HeadMover:
         Args:
             outgoing: tensors for each member.
             incoming: shapes of the tensors from each member.
-            dtype: of all of them.
+            dtype: in which they travel.
         """
-        sent = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
+        sent = [sum(t.numel() for t in tensors) for tensors in outgoing]
+        flat = _flat([t for tensors in outgoing for t in tensors], dtype)
         sizes = [[a * b * c for a, b, c in shapes] for shapes in incoming]
-        buffer = sent[0].new_empty(sum(map(sum, sizes)), dtype=dtype)
+        buffer = flat.new_empty(sum(map(sum, sizes)))
         self.meter.rounds += 1
-        self.meter.sent_bytes += sum(m.nbytes for rank, m in enumerate(sent) if rank != self.reshard.rank)
-        flat = torch.cat(sent)
+        self.meter.sent_bytes += (sum(sent) - sent[self.reshard.rank]) * flat.itemsize
         work = dist.all_to_all_single(
-            buffer, flat, [sum(s) for s in sizes], [len(m) for m in sent], group=self.group, async_op=True
+            buffer, flat, [sum(s) for s in sizes], sent, group=self.group, async_op=True
         )
         assert work is not None
+        # What is sent must live until it has left.
+        leaving = [flat]
 
         def wait() -> list[list[Tensor]]:
             with self.meter.waiting():
                 work.wait()
+            leaving.clear()
             arrived = buffer.split([n for s in sizes for n in s])
             shapes = [shape for member in incoming for shape in member]
             tensors = iter([t.view(shape) for t, shape in zip(arrived, shapes, strict=True)])
-            # `flat` must live until here.
-            del flat_alive[:]
             return [[next(tensors) for _ in member] for member in incoming]
 
-        flat_alive = [flat]
         return wait
+
+
+def _flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """One flat message, every element copied once."""
+    message = tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
+    for part, tensor in zip(message.split([t.numel() for t in tensors]), tensors, strict=True):
+        part.view(tensor.shape).copy_(tensor)
+    return message

@@ -72,7 +72,8 @@ def choose(
     least = min(c.imbalance for c in candidates)
     even = [c for c in candidates if c.imbalance <= least + EQUAL_IMBALANCE]
     chosen = min(even, key=lambda c: (c.rows_sent, c.rounds))
-    return Choice(chosen, _reason(chosen, candidates, cp), candidates)
+    inner = inner_size(chosen.transport, cp, options)
+    return Choice(chosen, _reason(chosen, candidates, cp, inner), candidates)
 
 
 def _candidate(
@@ -95,13 +96,15 @@ def _rows(program: Exchange) -> int:
     return kv + program.rows_sent(program.backward, "grad")
 
 
-def _reason(chosen: Candidate, candidates: tuple[Candidate, ...], cp: int) -> str:
+def _reason(chosen: Candidate, candidates: tuple[Candidate, ...], cp: int, inner: int) -> str:
     if cp == 1:
         return "cp is 1: nothing is shared"
     figures = (
         f"pairs of the busiest rank {chosen.imbalance:.2f} × the mean, "
         f"{chosen.rows_sent:,} K/V rows sent a micro-batch"
     )
+    if inner > 1:
+        figures += f" beside the trade of tokens for heads among {inner} ranks"
     if len(candidates) == 1:
         return f"as the run file says; {figures}"
     return f"most even of {len(candidates)}, then fewest rows and rounds: {figures}"

@@ -150,12 +150,11 @@ class RunConfig(Section):
         except ValidationError as error:
             raise ConfigError(_explain(error, "command line", {})) from None
 
-    @property
-    def transport_options(self) -> Options:
-        """Settings of the attention's transport."""
+    def transport_options(self, layout: Layout) -> Options:
+        """Settings of the attention's transport in this run's layout, or for the same run in another one."""
         attention = self.attention
         return Options(
-            inner=self.layout.cp_inner,
+            inner=layout.cp_inner,
             head_groups=attention.head_groups,
             stages=attention.stages,
             # Sums that are rounded at every hop would err more the more ranks there are.
@@ -185,11 +184,8 @@ class RunConfig(Section):
             raise ConfigError(
                 f"gradient_dtype=bfloat16 is narrower than train.dtype={self.train.dtype}; leave it out"
             )
-        inner = (
-            inner_size(attention.transport, layout.cp, self.transport_options)
-            if attention.transport != "auto"
-            else 1
-        )
+        auto, options = attention.transport == "auto", self.transport_options(layout)
+        inner = 1 if auto else inner_size(attention.transport, layout.cp, options)
         query, kv = spec.num_heads // layout.tp, max(spec.num_kv_heads // layout.tp, 1)
         if inner > 1 and inner * attention.head_groups > query:
             raise ConfigError(

@@ -118,9 +118,7 @@ class Session:
     def context(self, stage: Stage) -> ContextParallel:
         """How attention is shared in a stage."""
         chosen, layout = self.choice(stage).chosen, self.groups.layout
-        options = self.config.transport_options
-        # One process alone has no neighbours, whatever the run's layout.
-        options = replace(options, inner=layout.cp_inner)
+        options = self.config.transport_options(layout)
         return ContextParallel(
             layout.cp, self.groups.coordinate("cp"), chosen.sharding, chosen.transport, options
         )
@@ -220,5 +218,5 @@ def _choose(config: RunConfig, spec: ModelSpec, groups: Groups, corpus: Corpus, 
     bounds = tuple(first.cu_seqlens.tolist())
     layers = {Mask(bounds, window=window): count for window, count in spec.window_layers.items()}
     attention = config.attention
-    options = replace(config.transport_options, inner=groups.layout.cp_inner)
+    options = config.transport_options(groups.layout)
     return choose(attention.sharding, attention.transport, layers, first.rows, groups.layout.cp, options)

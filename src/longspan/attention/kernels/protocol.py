@@ -50,14 +50,3 @@ def visible(block: Block, rows: slice, device: torch.device) -> Tensor:
     if block.shape == "band":
         return (i_n1 - j_1m >= block.lowest) & (i_n1 - j_1m <= block.highest)
     return torch.ones(len(i_n1), j_1m.shape[1], dtype=torch.bool, device=device)
-
-
-def flipped_causal(block: Block) -> Block:
-    """An anticausal square with the order of its rows reversed."""
-    return block._replace(shape="causal")
-
-
-def widen(tensor: Tensor, size: int) -> Tensor:
-    """The same heads with zeros up to a size: they change no product."""
-    missing = size - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

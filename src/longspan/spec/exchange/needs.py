@@ -10,7 +10,12 @@ from longspan.spec.sharding import Sharding
 
 
 class Needs:
-    """Which rows of each source each rank needs, and the blocks it computes on them."""
+    """What a mask asks of a sharding: exact rows, and blocks over them; the same on every rank.
+
+    Args:
+        mask: which keys each query sees.
+        sharding: which rank owns which tokens.
+    """
 
     def __init__(self, mask: Mask, sharding: Sharding) -> None:
         self.mask, self.cp = mask, sharding.cp

@@ -15,6 +15,8 @@ from longspan.spec.blocks import Block
 from longspan.spec.exchange.heads import Heads, HeadSlice, Reshard, kv_part
 from longspan.spec.ranges import Ranges, size
 
+Content = Literal["kv", "grad"]
+
 
 class Move(NamedTuple):
     """One message: K/V rows, or the gradients of K/V rows, of `source`'s shard, to or from `peer`.
@@ -22,7 +24,7 @@ class Move(NamedTuple):
     Both count inside the group that the steps run in. `part` is a group of K/V heads; None means all heads.
     """
 
-    what: Literal["kv", "grad"]
+    what: Content
     source: int
     peer: int
     rows: Ranges
@@ -118,10 +120,8 @@ class Exchange:
         kv_heads = [len(part.kv) for part in self.head_slices(heads.query, heads.kv)]
         total = 0
         for move in (move for step in steps for move in step.sends):
-            rows, own = (
-                self.padded_rows or size(move.rows),
-                [kv_part(n, move.part, self.parts) for n in kv_heads],
-            )
+            rows = self.padded_rows or size(move.rows)
+            own = [kv_part(count, move.part, self.parts) for count in kv_heads]
             total += rows * sum(part.stop - part.start for part in own) * heads.kv_row * itemsize[move.what]
         return total
 

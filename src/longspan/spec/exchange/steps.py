@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from longspan.spec.exchange.needs import halves
-from longspan.spec.exchange.program import Move, Step, Work
+from longspan.spec.exchange.program import Content, Move, Step, Work
+from longspan.spec.ranges import Ranges
 
 Moves = tuple[Move, ...]
 
@@ -59,6 +60,6 @@ def in_stages(local: Work, stages: Sequence[Stage]) -> Program:
     return Program(forward, backward)
 
 
-def moves(what: str, source: int, peer: int, rows: tuple[tuple[int, int], ...]) -> Moves:
+def moves(what: Content, source: int, peer: int, rows: Ranges) -> Moves:
     """One move, or none where it would carry no row."""
-    return (Move(what, source, peer, rows),) if rows else ()  # pyrefly: ignore[bad-argument-type]
+    return (Move(what, source, peer, rows),) if rows else ()
