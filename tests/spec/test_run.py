@@ -249,3 +249,32 @@ def test_every_key_is_explained() -> None:
     silent = [key for key, leaf in keys.items() if not leaf.get("description")]
     assert {key.rpartition(".")[0] for key in silent} <= {"model.spec", "model.spec.rope"}
     assert {"layout.cp", "layout.tp", "model.rope.factor", "data.sequence", "stages.steps"} <= keys.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            '[layout]\ncp = 8\n[attention]\ntransport = "all_to_all"',
+            "deals 4 query heads (tp=1) over 8 ranks",
+        ),
+        ('[layout]\ncp = 4\ntp = 2\n[attention]\ntransport = "all_to_all"', "deals 2 query heads (tp=2)"),
+        (
+            '[layout]\ncp = 4\n[attention]\ntransport = "all_to_all+ring"',
+            "has two levels: set layout.cp_outer",
+        ),
+        ('[layout]\ncp = 2\n[attention]\ntransport = "all_to_all"\nhead_groups = 3', "in 3 groups"),
+        ('[attention]\ntransport = "all_gather"\nhead_groups = 3', "head_groups=3 are more than 2 K/V heads"),
+        ('[attention]\ngradient_dtype = "bfloat16"', "narrower than train.dtype=float32"),
+        ("[attention]\nstages = 0", "stages"),
+    ],
+)
+def test_a_transport_that_cannot_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    assert words in refusal(tmp_path, text)
+
+
+def test_neighbours_that_trade_heads_are_the_layouts(tmp_path: Path) -> None:
+    text = "[layout]\ncp_outer = 2\ncp_inner = 4\n[attention]\ntransport = 'all_to_all+needed'"
+    config = load(tmp_path, text)
+    assert config.transport_options(config.layout).inner == 4
+    assert config.transport_options(Layout()).inner == 1

@@ -9,6 +9,7 @@ import torch
 from longspan.attention import Meter, choose_kernel
 from longspan.data import PackedBatch
 from longspan.model import InitialWeights, whole
+from longspan.spec.exchange import Options
 from longspan.spec.layout import Layout
 from longspan.spec.model import ModelSpec
 from longspan.train.context_parallel import ContextParallel
@@ -114,7 +115,8 @@ def parity_cell(rank, world, sizes, model, batch, sharding, transport, seed=0, r
     num_targets = sum(b.num_targets for b in data)
 
     def outcome(group: Groups, dtype: torch.dtype) -> Outcome:
-        context = ContextParallel(group.layout.cp, group.coordinate("cp"), sharding, transport)
+        options = Options(inner=group.layout.cp_inner)
+        context = ContextParallel(group.layout.cp, group.coordinate("cp"), sharding, transport, options)
         decoder = build_model(spec, InitialWeights(spec, seed), group, ModelOptions(dtype, dtype, recompute))
         parallel = ParallelModel(decoder, group, choose_kernel("auto", "cpu", dtype), Meter(), loss_chunk=16)
         own = data[group.coordinate("dp") :: group.layout.dp]

@@ -118,6 +118,26 @@ def test_cover(cell, record_property):
     check(cell, record_property)
 
 
+# Transports that the grid leaves to tests/attention, once each in layouts they meet.
+ELSEWHERE = [
+    (2, {"cp_inner": 2}, "gqa", "crossing", "document_zigzag", "needed"),
+    (2, {"cp_inner": 2}, "mqa_window", "crossing", "zigzag", "needed"),
+    (2, {"cp_inner": 2, "fsdp": True}, "gqa", "masked", "zigzag", "all_to_all"),
+    (4, {"cp_inner": 4}, "mqa_window", "dust", "zigzag", "all_to_all"),
+    (4, {"tp": 2, "sp": True, "cp_inner": 2}, "llama", "crossing", "contiguous", "all_to_all"),
+    (4, {"dp_shard": 2, "cp_inner": 2}, "qwen3", "targetless", "zigzag", "all_to_all"),
+    *(
+        (4, {"cp_outer": 2, "cp_inner": 2}, "gqa", "two_rows", "zigzag", f"all_to_all+{outer}")
+        for outer in ("ring", "all_gather", "needed")
+    ),
+]
+
+
+@pytest.mark.parametrize("cell", ELSEWHERE, ids=name)
+def test_other_transports(cell, record_property):
+    check(cell, record_property)
+
+
 def sloppy_merge(out_nHD, lse_nH, part_nHD, part_lse_nH):
     """The merge of attention blocks with weights of half precision."""
     merged_nH = torch.logaddexp(lse_nH, part_lse_nH)

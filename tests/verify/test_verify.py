@@ -64,6 +64,26 @@ def test_every_layout_passes(run, layout):
     assert all(abs(row["scale"] - 1) < 1e-8 for row in report["parameters"])
 
 
+TWO_LEVELS = {"cp_outer": 2, "cp_inner": 2}
+TRANSPORTS = [
+    ({"cp": 2}, "needed"),
+    ({"tp": 2, "cp": 2}, "all_to_all"),
+    (TWO_LEVELS, "all_to_all+ring"),
+]
+
+
+@pytest.mark.parametrize(("layout", "transport"), TRANSPORTS, ids=str)
+def test_other_transports_pass_and_stale_rows_are_caught(run, layout, transport):
+    overrides = {"attention.transport": transport}
+    assert verdict(run, layout, **overrides)["passed"]
+    assert not verdict(run, layout, "stale-kv", **overrides)["passed"]
+
+
+def test_a_narrow_wire_is_held_to_twice_one_process(run):
+    overrides = {"train.dtype": "bfloat16", "attention.gradient_dtype": "bfloat16"}
+    assert verdict(run, {"cp": 2}, **overrides)["passed"]
+
+
 # With tp 4, two ranks share each of the model's K/V heads, and sum the gradients of its weights in bfloat16.
 @pytest.mark.parametrize(
     "layout", [ALL_AXES, {"dp_shard": 2, "cp": 2}, {"tp": 4, "sp": True, "cp": 2}], ids=str
