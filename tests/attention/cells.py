@@ -49,6 +49,7 @@ class Outcome(NamedTuple):
         pairs_off: pairs counted at the kernel, less the program's.
         rounds_off: posts counted, less the program's.
         pairs: (query, key, head) triples of the program.
+        kv_square_error: summed squares of the error of this rank's dK and dV.
     """
 
     error: float
@@ -56,6 +57,7 @@ class Outcome(NamedTuple):
     pairs_off: int
     rounds_off: int
     pairs: int
+    kv_square_error: float
 
 
 def bounds_of(cell: Cell) -> tuple[int, ...]:
@@ -115,7 +117,8 @@ def run_cell(rank: int, world: int, cell: Cell) -> Outcome:
         torch.distributed.all_reduce(own_sinks.grad)
         compared.append((own_sinks.grad, sinks.grad, sinks.grad))
     errors = [
-        float((a.double() - b).abs().max() / whole.abs().max()) if len(b) else 0.0 for a, b, whole in compared
+        float((a.double() - b).abs().max() / whole.abs().max()) if len(b) else 0.0
+        for a, b, whole in ((a.detach(), b, whole.detach()) for a, b, whole in compared)
     ]
     query, kv = HEADS[cell.heads]
     wide = cell.grad_dtype or torch.promote_types(cell.dtype, torch.float32)
@@ -127,4 +130,5 @@ def run_cell(rank: int, world: int, cell: Cell) -> Outcome:
         pairs - planned,
         meter.rounds - exchange.rounds,
         planned,
+        sum(float((a.grad - b.grad[index]).square().sum()) for a, b in zip(local[1:], (k, v), strict=True)),
     )

@@ -145,6 +145,20 @@ def test_errors_in_narrow_dtypes_do_not_grow_with_the_world(mask, dtype, transpo
     assert max(shared) <= 2 * alone
 
 
+@pytest.mark.parametrize("transport", ["ring_direct", "all_gather", "needed"])
+def test_a_narrow_wire_rounds_each_part_once(transport):
+    def error(world, kind, options):
+        cell = Cell("one", "full", "gqa", "contiguous", kind, "cpu_flash", options, torch.float32)
+        outcomes = run_ranks(run_cell, world, cell._replace(grad_dtype=torch.bfloat16))
+        return sum(outcome.kv_square_error for outcome in outcomes) ** 0.5
+
+    straight = error(8, *FLAT[transport])
+    # Of cp parts of equal size, cp - 1 are rounded: squares of the error grow as (cp - 1) / cp, from 1/2 to below 1.
+    assert straight <= 2**0.5 * error(2, *FLAT[transport])
+    # Sums that are rounded at every hop: as 1 + 2 + ... + (cp - 1) over cp, here 4 times as much, of the errors 2 times.
+    assert error(8, *FLAT["ring"]) > 1.5 * straight
+
+
 def refused(rank, world, change, transport="ring", options=DEFAULT):
     """The message with which attention refuses tensors that do not fit its program."""
     exchange = build(Mask((0, 8)), deal("zigzag", (0, 8), 1, world), rank, transport, options)
