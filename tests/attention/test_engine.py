@@ -155,7 +155,7 @@ def test_a_narrow_wire_rounds_each_part_once(transport):
     straight = error(8, *FLAT[transport])
     # Of cp parts of equal size, cp - 1 are rounded: squares of the error grow as (cp - 1) / cp, from 1/2 to below 1.
     assert straight <= 2**0.5 * error(2, *FLAT[transport])
-    # Sums that are rounded at every hop: as 1 + 2 + ... + (cp - 1) over cp, here 4 times as much, of the errors 2 times.
+    # Sums rounded at every hop: as (1 + 2 + ... + (cp - 1)) / cp, here 4 times as much, so twice the error.
     assert error(8, *FLAT["ring"]) > 1.5 * straight
 
 
