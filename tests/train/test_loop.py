@@ -102,6 +102,14 @@ def test_the_loop_is_its_steps(run, tmp_path):
         assert torch.equal(tensor, ours[name.removeprefix("model.")]), name
 
 
+def test_the_result_tells_of_an_earlier_run_that_was_set_aside(run, tmp_path):
+    changes = {"output.folder": str(tmp_path / "out"), "train.steps": 1, "train.eval_every": 0}
+    first, second = (train(open_alone(run, **changes), quiet=True) for _ in range(2))
+    assert first.notes == ()
+    (note,) = second.notes
+    assert f"held an earlier run, which is now in {tmp_path / 'out.1'}" in note
+
+
 def test_the_rate_follows_a_clock_in_tokens(run):
     config = open_alone(run).config
     assert config.stage_plan.stages[0].tokens_per_step == 242

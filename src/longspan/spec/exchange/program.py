@@ -73,11 +73,6 @@ class Exchange:
     reshard: Reshard | None = None
 
     @property
-    def cp(self) -> int:
-        """Ranks that share the sequence."""
-        return len(self.num_rows) * (self.reshard.size if self.reshard else 1)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of this rank's q, k and v."""
         return self.reshard.num_rows[self.reshard.rank] if self.reshard else self.num_rows[self.rank]
